@@ -1,0 +1,143 @@
+"""Forwards that stop in the middle: functions in pooled threads, exactly one running at a time."""
+
+from __future__ import annotations
+
+import _thread
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["Cancelled", "Fiber", "FiberPool"]
+
+
+class Cancelled(BaseException):
+    """Raised inside a suspended fiber that will not be resumed, so that its cleanup runs."""
+
+
+class Fiber:
+    """A call that can suspend itself; `resume` gives it control until it suspends or ends.
+
+    Raw locks pass control in about 7 microseconds. Grad mode, autocast and inference mode are
+    per thread and start as they were where the fiber was made.
+    """
+
+    def __init__(self, pool: FiberPool, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._mine = _thread.allocate_lock()
+        self._theirs = _thread.allocate_lock()
+        self._mine.acquire()
+        self._theirs.acquire()
+        self._context = contextvars.copy_context()
+        self._modes = _ThreadModes()
+        self._cancelled = False
+        self.done = False
+        self.result: Any = None
+        self._error: BaseException | None = None
+        pool.start(self)
+
+    def resume(self) -> None:
+        """Runs the fiber until it suspends or ends; raises what it raised."""
+        self._mine.release()
+        self._theirs.acquire()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def suspend(self) -> None:
+        """Called inside the fiber: gives control back to who resumed it."""
+        self._theirs.release()
+        self._mine.acquire()
+        if self._cancelled:
+            raise Cancelled
+
+    def cancel(self) -> None:
+        """Ends a suspended fiber; its ``finally`` blocks run."""
+        if not self.done:
+            self._cancelled = True
+            try:
+                self.resume()
+            except Cancelled:
+                pass
+
+    def run(self) -> None:
+        """Called by the pool's thread."""
+        self._mine.acquire()
+        try:
+            if not self._cancelled:
+                with self._modes.applied():
+                    self.result = self._context.run(self._function)
+        except BaseException as error:  # noqa: BLE001 - handed to whoever resumes
+            self._error = error
+        finally:
+            self.done = True
+            self._theirs.release()
+
+
+class FiberPool:
+    """Daemon threads that are reused, since making one costs up to 0.8 ms."""
+
+    def __init__(self) -> None:
+        self._idle: list[_Worker] = []
+
+    def start(self, fiber: Fiber) -> None:
+        """Gives the fiber a thread; it waits there for its first `Fiber.resume`."""
+        worker = self._idle.pop() if self._idle else _Worker(self._idle)
+        worker.give(fiber)
+
+    def close(self) -> None:
+        """Lets the idle threads end."""
+        while self._idle:
+            self._idle.pop().give(None)
+
+
+class _Worker:
+    def __init__(self, idle: list[_Worker]) -> None:
+        self._idle = idle
+        self._fiber: Fiber | None = None
+        self._wake = _thread.allocate_lock()
+        self._wake.acquire()
+        threading.Thread(target=self._serve, name="smp-forward", daemon=True).start()
+
+    def give(self, fiber: Fiber | None) -> None:
+        self._fiber = fiber
+        self._wake.release()
+
+    def _serve(self) -> None:
+        while True:
+            self._wake.acquire()
+            fiber, self._fiber = self._fiber, None
+            if fiber is None:
+                return
+            fiber.run()
+            del fiber
+            self._idle.append(self)
+
+
+class _ThreadModes:
+    """Grad mode, inference mode, autocast and the current device of the making thread."""
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._autocast = [
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda")
+        ]
+
+    def applied(self) -> Any:
+        from contextlib import ExitStack
+
+        stack = ExitStack()
+        if self._cuda is not None:
+            torch.cuda.set_device(self._cuda)
+        if self._inference:
+            stack.enter_context(torch.inference_mode())
+        stack.enter_context(torch.set_grad_enabled(self._grad))
+        for device, enabled, dtype in self._autocast:
+            if enabled:
+                stack.enter_context(torch.autocast(device, dtype=dtype))
+        return stack

@@ -1,0 +1,277 @@
+"""Sums gradients over the ranks that hold a parameter, in buckets, while the backward still runs.
+
+What one device would have computed is the mean over all samples. Replica r (all ranks with the
+same dp_rank) has accumulated g_r, the mean over *its* samples; with weights w_r (its number of
+samples) the result is sum_r (w_r / W) g_r, W = sum_r w_r. A mirrored parameter gets only a part of
+g_r on each stage that holds it, so the same all-reduce also sums over those stages.
+
+Note: one order for everybody. Buckets are made from the parameters that *all* ranks know, in one
+global order, and each rank issues those it takes part in by that order. Members of one group
+therefore meet in the same sequence; ranks that belong to several groups cannot wait in a circle.
+
+Note: gradients move, once. Launching a bucket copies its gradients into one flat buffer, scaled by
+w_r / W beforehand (half precision cannot overflow in the sum), and hands out views of it as the new
+gradients, so that the old ones are freed bucket by bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_smp.errors import ScheduleError, UnsupportedError
+from lightning_smp.ownership import Ownership
+from lightning_smp.sharing import SharingGroups, Stages, WeightAgreement
+
+__all__ = ["GradientReducer", "GradientStore"]
+
+_DEFAULT_BUCKET_BYTES: Final = 25 * 2**20
+
+
+def _grad_of(parameter: nn.Parameter) -> Tensor | None:
+    return parameter.grad
+
+
+def _set_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
+    parameter.grad = gradient
+
+
+@dataclass(frozen=True)
+class GradientStore:
+    """Where gradients are read from and written to: `p.grad`, or a stash."""
+
+    get: Callable[[nn.Parameter], Tensor | None] = _grad_of
+    set: Callable[[nn.Parameter, Tensor], None] = _set_grad
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Parameters whose gradients travel together; `flat` lives from launch to finish."""
+
+    stages: Stages
+    group: dist.ProcessGroup
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    size_bytes: int = 0
+    pending: set[nn.Parameter] = field(default_factory=set)
+    missing: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    flat: Tensor | None = None
+    work: dist.Work | None = None
+
+
+class GradientReducer:
+    """Reduces the gradients of one optimizer step over replicas and mirrored copies.
+
+    Use per step: `start`, then `ready` for each parameter whose gradient is final (in any order),
+    then `finish`. Until `finish` returns, the gradients of parameters marked ready belong to the
+    reducer. All members end with bitwise equal gradients. Without replicas and mirrored parameters
+    nothing is communicated or copied.
+
+    Collective over the sharers of each parameter: all ranks must run the same steps; the order of
+    `ready` calls may differ.
+    """
+
+    def __init__(
+        self,
+        ownership: Ownership,
+        groups: SharingGroups,
+        *,
+        parameters: Iterable[nn.Parameter] | None = None,
+        store: GradientStore | None = None,
+        bucket_bytes: int = _DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        """Makes the buckets; make a new reducer when parameters are frozen or thawed.
+
+        Args:
+            ownership: which stages hold which parameter.
+            groups: from the same ownership.
+            parameters: in an order that all ranks share, foreign ones included; by default all of
+                the module. Those that need no gradient are left out. Buckets are filled from the
+                end of this order, where backward begins.
+            store: where gradients live, `p.grad` by default.
+            bucket_bytes: a bucket is closed when it has reached this size.
+        """
+        self._ownership = ownership
+        self._groups = groups
+        self._store = store or GradientStore()
+        everyone = ownership.parameters() if parameters is None else parameters
+        trainable = [parameter for parameter in everyone if parameter.requires_grad]
+        self._buckets = _make_buckets(trainable, ownership, groups, bucket_bytes)
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._next = 0
+        self._active = False
+        self._agreement: WeightAgreement | None = None
+
+    @property
+    def communicates(self) -> bool:
+        """Whether this rank exchanges any gradient."""
+        return bool(self._buckets)
+
+    def start(self, weight: float | None) -> None:
+        """Begin a step in which this replica's gradients count with `weight` (its samples).
+
+        None says that the gradients are this replica's share of the mean already (or of a sum
+        over accumulated batches, each weighted by its own `WeightAgreement`): a plain sum follows.
+        All ranks of a replica give the same weight, and all replicas a number or all None.
+
+        Collective over the replicas; does not block.
+
+        Raises:
+            ScheduleError: the step before was not finished.
+        """
+        if self._active:
+            raise ScheduleError("A gradient reduction was started before the last was finished.")
+        self._active, self._next, self._agreement = True, 0, None
+        for bucket in self._buckets:
+            bucket.pending = set(bucket.parameters)
+        dp_group = self._groups.dp_group
+        if self._buckets and dp_group is not None and weight is not None:
+            device = self._buckets[0].parameters[0].device
+            size = len(self._groups.dp_ranks)
+            self._agreement = WeightAgreement(weight, dp_group, size, device)
+
+    def ready(self, parameter: nn.Parameter) -> None:
+        """Mark a gradient as final; launches each bucket that is complete and whose turn it is.
+
+        Raises:
+            ScheduleError: no step is active, or the parameter was marked before in this step.
+            UnsupportedError: a gradient of a launched bucket is sparse.
+        """
+        bucket = self._bucket_of.get(parameter)
+        if bucket is None:
+            return
+        if not self._active or parameter not in bucket.pending:
+            raise ScheduleError(
+                f"The gradient of {self._ownership.name_of(parameter)!r} was marked final "
+                f"{'twice in one step' if self._active else 'outside a step'}."
+            )
+        bucket.pending.remove(parameter)
+        while self._next < len(self._buckets) and not self._buckets[self._next].pending:
+            self._launch(self._buckets[self._next])
+
+    def finish(self) -> None:
+        """Launch what is left, wait for all, and write the reduced gradients back.
+
+        A parameter without a gradient here but with one on another member receives the reduced
+        gradient; without one anywhere it stays without.
+
+        Raises:
+            ScheduleError: no step is active.
+            UnsupportedError: a gradient is sparse.
+        """
+        if not self._active:
+            raise ScheduleError("finish() was called without start().")
+        while self._next < len(self._buckets):
+            self._launch(self._buckets[self._next])
+        presence = self._exchange_presence()
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+            self._deliver(bucket, presence)
+            bucket.flat = bucket.work = None
+            bucket.missing.clear()
+        self._active = False
+
+    def _launch(self, bucket: _Bucket) -> None:
+        self._next += 1
+        gradients = [self._dense_gradient(parameter) for parameter in bucket.parameters]
+        parts = [
+            torch.zeros_like(p, memory_format=torch.contiguous_format) if g is None else g
+            for p, g in zip(bucket.parameters, gradients, strict=True)
+        ]
+        with torch.no_grad():
+            flat = torch.cat([part.detach().reshape(-1) for part in parts])
+            self._scale(flat)
+        views = flat.split([part.numel() for part in parts])
+        for parameter, gradient, view in zip(bucket.parameters, gradients, views, strict=True):
+            shaped = view.view(parameter.shape)
+            if gradient is None:
+                bucket.missing[parameter] = shaped
+            else:
+                self._store.set(parameter, shaped)
+        bucket.flat = flat
+        bucket.work = dist.all_reduce(flat, group=bucket.group, async_op=True)
+
+    def _scale(self, flat: Tensor) -> None:
+        share = 1.0 if self._agreement is None else self._agreement.share()
+        if share == 0.0:
+            flat.zero_()  # the mean over no samples is NaN, and 0 * NaN would spread
+        elif share != 1.0:
+            flat.mul_(share)
+
+    def _dense_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        gradient = self._store.get(parameter)
+        if gradient is not None and gradient.layout is not torch.strided:
+            name = self._ownership.name_of(parameter)
+            raise UnsupportedError(
+                f"The gradient of {name!r} is {gradient.layout}; only dense gradients are summed "
+                f"over replicas and stages. Build the embedding with sparse=False."
+            )
+        return gradient
+
+    def _exchange_presence(self) -> dict[Stages, tuple[Tensor, dist.Work | None]]:
+        """Start, per group, the agreement on which parameters have a gradient on any member."""
+        presence: dict[Stages, tuple[Tensor, dist.Work | None]] = {}
+        for stages, buckets in _by_stages(self._buckets).items():
+            flags = [p not in bucket.missing for bucket in buckets for p in bucket.parameters]
+            device = buckets[0].parameters[0].device
+            tensor = torch.tensor(flags, dtype=torch.uint8, device=device)
+            operation = dist.ReduceOp.MAX
+            work = dist.all_reduce(tensor, operation, group=buckets[0].group, async_op=True)
+            presence[stages] = (tensor, work)
+        return presence
+
+    def _deliver(
+        self, bucket: _Bucket, presence: dict[Stages, tuple[Tensor, dist.Work | None]]
+    ) -> None:
+        flags, work = presence[bucket.stages]
+        if work is not None:
+            work.wait()
+        if bucket.missing:  # only here is the answer read: elsewhere the device need not be awaited
+            members = (p for b in _by_stages(self._buckets)[bucket.stages] for p in b.parameters)
+            for parameter, present in zip(members, flags.tolist(), strict=True):
+                if present and parameter in bucket.missing:
+                    self._store.set(parameter, bucket.missing[parameter])
+        for parameter in bucket.parameters:
+            gradient = self._store.get(parameter)
+            if gradient is not None and gradient.stride() != parameter.stride():
+                # Travelled in C order, the one layout that all members agree on; kept as the
+                # parameter is laid out (channels_last), which optimizers are fast with.
+                self._store.set(parameter, torch.empty_like(parameter).copy_(gradient))
+
+
+def _make_buckets(
+    parameters: Sequence[nn.Parameter],
+    ownership: Ownership,
+    groups: SharingGroups,
+    bucket_bytes: int,
+) -> list[_Bucket]:
+    """Return this rank's buckets in the global order: by the place of their last parameter."""
+    is_open: dict[tuple[Stages, torch.dtype, torch.device], _Bucket] = {}
+    closed: list[_Bucket] = []
+    place = {parameter: index for index, parameter in enumerate(reversed(parameters))}
+    for parameter in place:
+        stages = ownership.stages_of(parameter)
+        group = groups[stages] if ownership.is_local(parameter) else None
+        if group is None:
+            continue
+        key = (stages, parameter.dtype, parameter.device)
+        bucket = is_open.setdefault(key, _Bucket(stages, group))
+        bucket.parameters.append(parameter)
+        bucket.size_bytes += parameter.numel() * parameter.element_size()
+        if bucket.size_bytes >= bucket_bytes:
+            closed.append(is_open.pop(key))
+    buckets = closed + list(is_open.values())
+    return sorted(buckets, key=lambda bucket: place[bucket.parameters[-1]])
+
+
+def _by_stages(buckets: Iterable[_Bucket]) -> dict[Stages, list[_Bucket]]:
+    """Return the buckets of each group, groups in the order that all ranks share."""
+    found: dict[Stages, list[_Bucket]] = {}
+    for bucket in buckets:
+        found.setdefault(bucket.stages, []).append(bucket)
+    return dict(sorted(found.items()))

@@ -1,0 +1,228 @@
+"""The process groups of one run, made once from the topology and handed around as an object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from lightning_smp.errors import CommunicationError, ConfigError
+from lightning_smp.topology import Axis, Topology
+
+__all__ = ["Groups"]
+
+# A NCCL communicator takes up to 390 MiB of device memory with all its CTAs and 52 MiB with 8.
+# Pipeline neighbours exchange one activation at a time, which 8 CTAs keep up with; a group of
+# one rank moves nothing.
+_PIPELINE_MAX_CTAS: Final = 8
+_SINGLE_MAX_CTAS: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """The groups that this rank belongs to.
+
+    Attributes:
+        topology: the grid of all ranks.
+        rank: this rank's global number.
+        pp: the stages of this rank's pipeline.
+        dp: the ranks of this stage.
+        rdp: the ranks that hold the same parameters.
+        tp: the ranks that split one module with this one.
+        mp: the ranks of this replica of the model.
+        world: all ranks.
+        control: gloo group of the pipeline, for messages between the hosts.
+        world_control: gloo group of all ranks, for messages between the hosts.
+
+    Groups with the same members and backend are one object (with one stage, for example, tp is
+    mp), so operations on them share one order.
+    """
+
+    topology: Topology
+    rank: int
+    pp: dist.ProcessGroup
+    dp: dist.ProcessGroup
+    rdp: dist.ProcessGroup
+    tp: dist.ProcessGroup
+    mp: dist.ProcessGroup
+    world: dist.ProcessGroup
+    control: dist.ProcessGroup
+    world_control: dist.ProcessGroup
+    _made: list[dist.ProcessGroup] = field(repr=False, compare=False)
+
+    @classmethod
+    def build(cls, topology: Topology, rank: int, backend: str, timeout: timedelta) -> Groups:
+        """Create the groups; the default process group must exist and have the topology's size.
+
+        Collective over world: every rank must call, with the same topology and backend and
+        before or after the same other groups, because each rank takes part in the creation of
+        every group.
+
+        Args:
+            topology: the grid of all ranks.
+            rank: this rank's global number.
+            backend: of all groups but the control groups, "nccl" or "gloo" for example.
+            timeout: of one operation.
+
+        Raises:
+            CommunicationError: there is no default process group.
+            ConfigError: its size or this rank's number is not that of the topology.
+        """
+        _check_world(topology, rank)
+        factory = _Factory(topology, rank, backend, timeout)
+        try:
+            return cls(
+                topology=topology,
+                rank=rank,
+                world=factory.group("world", backend),
+                world_control=factory.group("world", "gloo"),
+                pp=factory.group("pp", backend),
+                control=factory.group("pp", "gloo"),
+                dp=factory.group("dp", backend),
+                rdp=factory.group("rdp", backend),
+                tp=factory.group("tp", backend),
+                mp=factory.group("mp", backend),
+                _made=factory.made,
+            )
+        except BaseException:
+            _destroy(factory.made)
+            raise
+
+    def close(self) -> None:
+        """Destroy the groups that `build` made; the default group stays. Safe to call twice.
+
+        Every rank should call, after its last operation on them.
+        """
+        _destroy(self._made)
+
+    @property
+    def pp_rank(self) -> int:
+        """The stage of this rank."""
+        return self.topology.pp_rank(self.rank)
+
+    @property
+    def pp_size(self) -> int:
+        """Number of stages."""
+        return self.topology.pp_size
+
+    @property
+    def tp_rank(self) -> int:
+        """The tensor coordinate of this rank."""
+        return self.topology.tp_rank(self.rank)
+
+    @property
+    def tp_size(self) -> int:
+        """Number of ranks that split one module."""
+        return self.topology.tp_size
+
+    @property
+    def rdp_rank(self) -> int:
+        """The reduced-data coordinate of this rank."""
+        return self.topology.rdp_rank(self.rank)
+
+    @property
+    def rdp_size(self) -> int:
+        """Number of ranks that hold the same parameters."""
+        return self.topology.rdp_size
+
+    @property
+    def dp_rank(self) -> int:
+        """The position of this rank in `dp`."""
+        return self.topology.dp_rank(self.rank)
+
+    @property
+    def dp_size(self) -> int:
+        """Number of ranks of one stage."""
+        return self.topology.dp_size
+
+    @property
+    def mp_rank(self) -> int:
+        """The position of this rank in `mp`."""
+        return self.topology.mp_rank(self.rank)
+
+    @property
+    def mp_size(self) -> int:
+        """Number of ranks of one replica of the model."""
+        return self.topology.mp_size
+
+    @property
+    def world_size(self) -> int:
+        """Number of all ranks."""
+        return self.topology.size
+
+
+class _Factory:
+    """Makes each group once per (members, backend) and remembers this rank's."""
+
+    def __init__(self, topology: Topology, rank: int, backend: str, timeout: timedelta) -> None:
+        self.topology = topology
+        self.rank = rank
+        self.timeout = timeout
+        self.made: list[dist.ProcessGroup] = []
+        self.known: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
+        world = dist.group.WORLD
+        self.known[tuple(range(topology.size)), dist.get_backend(world)] = world
+
+    def group(self, axis: Axis, backend: str) -> dist.ProcessGroup:
+        """Return this rank's group of `axis`; every rank creates all of the axis, in order."""
+        for members in self._wanted(axis, backend):
+            made = dist.new_group(
+                list(members),
+                timeout=self.timeout,
+                backend=backend,
+                pg_options=_options(axis, backend, len(members), self.timeout),
+                group_desc=f"smp_{axis}",
+            )
+            mine = self.rank in members
+            self.known[members, backend] = made if mine else None
+            if mine:
+                self.made.append(made)
+        group = self.known[self.topology.group(axis, self.rank), backend]
+        assert group is not None
+        return group
+
+    def _wanted(self, axis: Axis, backend: str) -> Iterator[tuple[int, ...]]:
+        return (m for m in self.topology.groups(axis) if (m, backend) not in self.known)
+
+
+def _check_world(topology: Topology, rank: int) -> None:
+    if not dist.is_initialized():
+        raise CommunicationError(
+            "Groups.build needs the default process group: call "
+            "torch.distributed.init_process_group first."
+        )
+    if dist.get_world_size() != topology.size:
+        raise ConfigError(
+            f"The topology has {topology.size} ranks (pipeline {topology.pipeline} x tensor "
+            f"{topology.tensor} x data {topology.reduced_data}), the process group has "
+            f"{dist.get_world_size()}. Use Topology.from_world({dist.get_world_size()}, ...)."
+        )
+    if dist.get_rank() != rank:
+        raise ConfigError(
+            f"rank {rank}: the process group calls this rank {dist.get_rank()}; pass that."
+        )
+
+
+def _options(axis: Axis, backend: str, members: int, timeout: timedelta) -> Any:
+    """Return NCCL options that keep small groups small; None where the default is right.
+
+    The dp, tp and mp groups move gradients and activations at full bandwidth: default.
+    """
+    small = members == 1 or axis == "pp"
+    if backend != "nccl" or not small or not hasattr(dist, "ProcessGroupNCCL"):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _SINGLE_MAX_CTAS if members == 1 else _PIPELINE_MAX_CTAS
+    options._timeout = timeout
+    return options
+
+
+def _destroy(made: list[dist.ProcessGroup]) -> None:
+    """Destroy groups, the last made first; does nothing where all groups are gone already."""
+    while made:
+        group = made.pop()
+        if dist.is_initialized():
+            dist.destroy_process_group(group)

@@ -1,0 +1,157 @@
+"""From a whole model on every rank to one stage of it on each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_smp.control import Control
+from lightning_smp.errors import PartitionError
+from lightning_smp.ownership import Ownership, forget_foreign_state, materialize, release
+from lightning_smp.partition import (
+    Partition,
+    analyze,
+    fake_batch,
+    find_atoms,
+    new_fake_mode,
+    outer_parameters,
+    plan_partition,
+    report,
+)
+from lightning_smp.placed.metrics import MetricBoundary, find_metrics
+from lightning_smp.placed.runtime import Runtime
+from lightning_smp.placed.units import UnitEntry
+
+__all__ = ["install_units", "place_weights", "plan_model"]
+
+_logger = logging.getLogger(__name__)
+
+
+def plan_model(
+    module: nn.Module,
+    call: Callable[[nn.Module, Any], Any],
+    batch: Any,
+    num_stages: int,
+    control: Control,
+    *,
+    memory_weight: float,
+    tied_parameters: Any,
+    default_partition: int | None,
+    manual: dict[str, int] | None,
+) -> Partition:
+    """Decides where every unit lives. Collective over pp.
+
+    Args:
+        module: the LightningModule, whole.
+        call: ``call(copy, batch)`` runs the user's step for one microbatch.
+        batch: one microbatch.
+        num_stages: number of stages.
+        control: compares the ranks' decisions.
+        memory_weight: between compute (0) and memory (1).
+        tied_parameters: as in the configuration.
+        default_partition: stage of modules that ``manual`` leaves out.
+        manual: stages by module name; None splits automatically.
+
+    Raises:
+        PartitionError: the ranks built different models, or there is nothing to divide.
+    """
+    atoms = find_atoms(module)
+    mode = new_fake_mode()
+    fake = fake_batch(batch, mode)
+    analysis = analyze(module, lambda copy: call(copy, fake), atoms, mode=mode)
+    partition = plan_partition(
+        module, analysis, atoms, num_stages, memory_weight=memory_weight,
+        tied_parameters=tied_parameters, default_partition=default_partition, manual=manual,
+    )  # fmt: skip
+    marks = control.agree([partition.fingerprint(), _tree_mark(module)])
+    if any(mark != marks[0] for mark in marks):
+        raise PartitionError(
+            "the stages built different models, or see batches of different shapes. The module's "
+            "__init__, setup and configure_model must do the same on every rank."
+        )
+    return partition
+
+
+def _tree_mark(module: nn.Module) -> list[Any]:
+    return [[name, list(p.shape)] for name, p in module.named_parameters()]
+
+
+def install_units(module: nn.Module, partition: Partition, runtime: Runtime) -> Ownership:
+    """Enters the units into the runtime and the module; returns who holds what."""
+    atoms = {atom.name: atom for atom in find_atoms(module)}
+    floating = set(partition.floating)
+    inside: set[int] = set()
+    parameters: dict[str, set[int]] = {}
+    buffers: dict[str, set[int]] = {}
+    units: dict[str, int] = {}
+    for name, atom in atoms.items():
+        stage = partition.stage_of[name]
+        home = -1 if name in floating else stage
+        cost = partition.costs[name].forward_s if name in partition.costs else 0.0
+        entry = UnitEntry(runtime, atom.index, name, atom.module, home, cost)
+        runtime.units.append(entry)
+        inside.update(id(inner) for inner in atom.module.modules())
+        if home < 0:
+            continue
+        units[name] = stage
+        for path, _ in atom.module.named_parameters(remove_duplicate=False):
+            parameters.setdefault(f"{name}.{path}", set()).add(stage)
+        for path, _ in atom.module.named_buffers(remove_duplicate=False):
+            buffers.setdefault(f"{name}.{path}", set()).add(stage)
+    everywhere = set(range(partition.num_stages))
+    for name in outer_parameters(module, tuple(atoms.values())):
+        parameters[name] = everywhere
+    ownership = Ownership(
+        module, parameters, pp_rank=runtime.rank, pp_size=partition.num_stages,
+        buffers=buffers, units=units,
+    )  # fmt: skip
+    runtime.outer_modules = {
+        name: inner for name, inner in module.named_modules() if id(inner) not in inside
+    }
+    for entry in runtime.units:
+        entry.install()
+    for metric in find_metrics(module):
+        MetricBoundary(runtime, metric).install()
+    return ownership
+
+
+def place_weights(
+    module: nn.Module, ownership: Ownership, runtime: Runtime, optimizers: list[Any]
+) -> None:
+    """Keeps this stage's weights on the device and gives up the others."""
+    release(module, ownership)
+    materialize(module, ownership, runtime.device)
+    table = runtime.table
+    for parameter in ownership.parameters():
+        stages = ownership.stages_of(parameter)
+        if len(stages) < ownership.pp_size:
+            table.add(parameter, ownership.name_of(parameter), stages)
+    for name, buffer in module.named_buffers():
+        held = ownership.stages_of_name(name)
+        if held is not None and len(held) < ownership.pp_size:
+            table.add(buffer, name, held)
+    for optimizer in optimizers:
+        forget_foreign_state(optimizer, ownership)
+    for metric in find_metrics(module):
+        metric.to(runtime.device)
+
+
+def log_report(partition: Partition, module: nn.Module) -> None:
+    """Logs the partition as a table."""
+    _logger.info("%s", report(partition, module))
+
+
+def sync_weights(module: nn.Module, group: Any, source: int) -> None:
+    """Gives every replica the weights and buffers of the first. Collective over ``group``."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if _is_real(tensor):
+            with torch.no_grad():
+                torch.distributed.broadcast(tensor.detach(), source, group=group)
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return not (tensor.numel() > 1 and all(stride == 0 for stride in tensor.stride()))

@@ -1,0 +1,43 @@
+"""What cannot give the numbers of one device with a split model, refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_smp.config import SMPConfig
+from lightning_smp.errors import UnsupportedError
+
+__all__ = ["check_trainer"]
+
+_CALLBACKS = {
+    "StochasticWeightAveraging": "it averages whole copies of the model",
+    "WeightAveraging": "it averages whole copies of the model",
+    "EMAWeightAveraging": "it averages whole copies of the model",
+    "ModelPruning": "it rewrites weights that live on other stages",
+}
+
+
+def check_trainer(
+    trainer: Any, module: Any, config: SMPConfig, optimizers: list[Any] | None = None
+) -> None:
+    """Raises UnsupportedError for a callback or optimizer that needs the whole model."""
+    split = config.pipeline_parallel_degree > 1
+    for callback in trainer.callbacks if split else ():
+        for kind in type(callback).__mro__:
+            reason = _CALLBACKS.get(kind.__name__)
+            if reason:
+                raise UnsupportedError(
+                    f"the callback {type(callback).__name__} cannot work with "
+                    f"pipeline_parallel_degree={config.pipeline_parallel_degree}: {reason}, but no "
+                    "rank holds the whole model. Remove it, or apply it to a checkpoint after the "
+                    "run."
+                )
+    for optimizer in optimizers or ():
+        if isinstance(optimizer, torch.optim.LBFGS) and (split or config.microbatches > 1):
+            raise UnsupportedError(
+                "the optimizer LBFGS runs the step several times for one update and needs dot "
+                "products over the whole model. Use another optimizer, or "
+                "pipeline_parallel_degree=1 and microbatches=1."
+            )

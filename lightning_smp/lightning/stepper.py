@@ -1,0 +1,261 @@
+"""One call of the user's step for a whole batch: split, run, weigh, log, merge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_smp.batch import Microbatch, split_batch
+from lightning_smp.batch_merge import merge_outputs
+from lightning_smp.engine import PipelineEngine, StepPlan
+from lightning_smp.errors import UnsupportedError
+from lightning_smp.lightning.logs import LogBuffer
+from lightning_smp.placed.random import MicrobatchStreams
+from lightning_smp.placed.structure import iter_tensors, map_tensors
+from lightning_smp.placed.tensor import PlacedTensor
+
+__all__ = ["StepOutput", "Stepper"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step over a whole batch gave.
+
+    Attributes:
+        result: the merged return value, with real, detached tensors on every rank.
+        loss: the loss of the batch, or None.
+        weight: what the loss is a mean over: samples, or the sum of ``loss_weight``.
+        scale: what gradients made in the step must be multiplied by.
+    """
+
+    result: Any
+    loss: torch.Tensor | None
+    weight: float
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepper:
+    """Runs steps of one module.
+
+    Args:
+        module: the LightningModule.
+        engine: runs the stages; None for a single stage.
+        device: the run's device.
+        precision: context of one microbatch's step.
+    """
+
+    module: nn.Module
+    engine: PipelineEngine | None
+    device: torch.device
+    precision: Callable[[], AbstractContextManager[Any]]
+
+    def run(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        *,
+        microbatches: int,
+        allow_uneven: bool,
+        seed: tuple[int, ...],
+        backward: bool,
+        loss_scale: float = 1.0,
+        record: bool = False,
+    ) -> StepOutput:
+        """Runs ``module.<name>`` over a batch. Collective over pp.
+
+        Args:
+            name: "training_step", "validation_step", "test_step" or "predict_step".
+            args: the step's arguments, the batch first.
+            microbatches: how many parts.
+            allow_uneven: whether the parts may differ in size.
+            seed: integers that the units' random streams start with.
+            backward: whether to run the backward of the loss.
+            loss_scale: factor of every gradient.
+            record: run call by call, for steps that call backward themselves.
+        """
+        pieces = split_batch(args[0], microbatches, allow_uneven=allow_uneven)
+        total = sum(piece.num_samples for piece in pieces)
+        with LogBuffer(self.module) as buffer:
+            body = self._body(name, args, buffer)
+            bodies = [lambda m=m: body(m, pieces[m]) for m in range(len(pieces))]
+
+            def loss_seed(m: int, result: Any) -> torch.Tensor | None:
+                loss = loss_of(result)
+                if loss is None:
+                    return None
+                weight = _weight_of(result)
+                share = pieces[m].num_samples / total if weight is None else weight
+                return _seed(loss, share, loss_scale)
+
+            if self.engine is None:
+                results = self._run_here(bodies, seed, loss_seed if backward else None)
+            else:
+                specs = [self._spec(name, piece.value) for piece in pieces]
+                results = self.engine.step(
+                    StepPlan(
+                        name=name, bodies=bodies, specs=specs, seed=seed,
+                        loss_of=loss_of if backward else None,
+                        loss_seed=loss_seed if backward else None, record=record,
+                    )
+                )  # fmt: skip
+        return self._conclude(results, pieces, total, buffer, name == "training_step")
+
+    def _body(
+        self, name: str, args: tuple[Any, ...], buffer: LogBuffer
+    ) -> Callable[[int, Microbatch], Any]:
+        step = getattr(self.module, name)
+
+        def body(m: int, piece: Microbatch) -> Any:
+            buffer.begin(m, piece.num_samples)
+            with self.precision():
+                result = step(piece.value, *args[1:])
+            if name == "training_step":
+                _check_result(result)
+            return result
+
+        return body
+
+    def _run_here(
+        self, bodies: list[Callable[[], Any]], seed: tuple[int, ...], loss_seed: Any
+    ) -> list[Any]:
+        """A single stage: plain accumulation over the microbatches."""
+        streams = MicrobatchStreams(len(bodies), self.device)
+        results = []
+        for m, body in enumerate(bodies):
+            streams.enter(m)
+            try:
+                result = body()
+            finally:
+                streams.leave(m)
+            loss = loss_of(result)
+            if loss_seed is not None and loss is not None:
+                torch.autograd.backward(loss, loss_seed(m, result))
+            results.append(map_tensors(result, torch.Tensor.detach) if loss_seed else result)
+        return results
+
+    def _spec(self, name: str, batch: Any) -> Any:
+        """What a microbatch's shapes depend on."""
+        shapes = tuple((tuple(t.shape), t.dtype) for t in iter_tensors(batch))
+        return (name, shapes, torch.is_grad_enabled(), self.module.training)
+
+    def _conclude(
+        self, results: list[Any], pieces: list[Microbatch], total: int, buffer: LogBuffer,
+        training: bool,
+    ) -> StepOutput:  # fmt: skip
+        """Brings what the step left to every rank and makes one value of it."""
+        returned = list(iter_tensors(results))
+        logged = buffer.values()
+        real = self._fetch([*returned, *logged])
+        supply = iter(real[: len(returned)])
+        results = [map_tensors(result, lambda _: next(supply)) for result in results]
+        buffer.resolve(lambda _: real[len(returned) :])
+        buffer.replay()
+        sizes = [piece.num_samples for piece in pieces]
+        if not training:
+            return StepOutput(merge_outputs(results, sizes), None, float(total), 1.0)
+        return _merge_losses(results, sizes, total)
+
+    def _fetch(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self.engine is None:
+            return [tensor.detach() for tensor in tensors]
+        return self.engine.fetch(tensors)
+
+
+def loss_of(result: Any) -> Any:
+    """The loss in what a training step returned."""
+    return result["loss"] if isinstance(result, Mapping) else result
+
+
+def _weight_of(result: Any) -> Any:
+    return result.get("loss_weight") if isinstance(result, Mapping) else None
+
+
+def _seed(loss: torch.Tensor, share: Any, scale: float) -> torch.Tensor | None:
+    """The gradient of one microbatch's loss, on the rank that holds it."""
+    if isinstance(loss, PlacedTensor):
+        local = loss._value.local
+        if local is None:
+            return None
+        loss = local
+    if isinstance(share, PlacedTensor):
+        held = share._value.local
+        if held is None:
+            raise UnsupportedError(
+                "training_step returned a `loss_weight` that was computed on another stage than the "
+                "loss. Compute it from the batch, or from the tensors that the loss comes from."
+            )
+        share = held.detach()
+    if isinstance(share, torch.Tensor):
+        return (share.to(loss.dtype) * scale).expand_as(loss).contiguous()
+    return torch.full_like(loss, float(share) * scale)
+
+
+def _check_result(result: Any) -> None:
+    """Checks what training_step returned as Lightning does."""
+    if result is None or isinstance(result, torch.Tensor):
+        return
+    if isinstance(result, Mapping):
+        if "loss" not in result:
+            raise _misconfigured(
+                "In automatic_optimization, when `training_step` returns a dict, the 'loss' key "
+                "needs to be present"
+            )
+        return
+    raise _misconfigured(
+        "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where "
+        "the step will be skipped)."
+    )
+
+
+def _misconfigured(message: str) -> Exception:
+    from lightning_utilities.core.imports import module_available
+
+    if module_available("lightning"):
+        from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    else:
+        from pytorch_lightning.utilities.exceptions import MisconfigurationException
+    return MisconfigurationException(message)
+
+
+def _merge_losses(results: list[Any], sizes: list[int], total: int) -> StepOutput:
+    losses = [loss_of(result) for result in results]
+    if all(loss is None for loss in losses):
+        return StepOutput(merge_outputs(results, sizes), None, float(total), 1.0)
+    if any(loss is None for loss in losses):
+        raise UnsupportedError(
+            "training_step returned None for some microbatches of a batch and a loss for others; "
+            "return a loss of zero with loss_weight=0 instead of None."
+        )
+    given = [_weight_of(result) for result in results]
+    if any(weight is None for weight in given) and any(weight is not None for weight in given):
+        raise UnsupportedError(
+            "training_step returned `loss_weight` for some microbatches of a batch only; "
+            "return it always or never."
+        )
+    weighted = given[0] is not None
+    weights = [float(w) for w in given] if weighted else [float(size) for size in sizes]
+    weight = sum(weights)
+    if len(losses) == 1:
+        loss = losses[0]
+    elif weight == 0:
+        loss = losses[0] * 0
+    else:
+        loss = sum(
+            loss * (w / weight) for loss, w in zip(losses, weights, strict=True)
+        )  # fmt: skip
+    scale = 1.0 if not weighted else (1.0 / weight if weight else 0.0)
+    if isinstance(results[0], Mapping):
+        extra = [
+            {k: v for k, v in result.items() if k not in ("loss", "loss_weight")}
+            for result in results
+        ]
+        result: Any = {"loss": loss, **merge_outputs(extra, sizes)}
+    else:
+        result = loss
+    return StepOutput(result, loss, weight, scale)

@@ -1,0 +1,108 @@
+"""Segments of one rank as islands of autograd.
+
+Values enter a segment as outputs of an `_Arrival` node and leave it as gradient edges, so that a
+segment's backward is one `torch.autograd.backward` that never enters another segment, and a
+stage's outputs need not stay alive until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+__all__ = ["Segment", "arrive", "reachable_edges"]
+
+
+class _Arrival(torch.autograd.Function):
+    """Hands a value into a segment; its gradient lands in the segment's ``gradients``.
+
+    The payload does not require a gradient, so the result is no leaf and no view of one: the
+    user may change it in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Any, payload: Any, segment: Segment, edge: int) -> Any:
+        ctx.segment, ctx.edge = segment, edge
+        ctx.set_materialize_grads(False)
+        return payload.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        if gradient is not None:
+            held = ctx.segment.gradients.get(ctx.edge)
+            ctx.segment.gradients[ctx.edge] = gradient if held is None else held + gradient
+        return None, None, None, None
+
+
+class Segment:
+    """What entered and left one segment of one microbatch on this rank.
+
+    Attributes:
+        entered: edges whose values entered.
+        left: edge -> where its gradient must be put in.
+        gradients: edge -> gradient of a value that entered, after the backward.
+        loss: the loss, if it was made here.
+    """
+
+    __slots__ = ("entered", "gradients", "left", "loss")
+
+    def __init__(self) -> None:
+        self.entered: list[int] = []
+        self.left: dict[int, GradientEdge] = {}
+        self.gradients: dict[int, torch.Tensor] = {}
+        self.loss: torch.Tensor | None = None
+
+    def leave(self, edge: int, tensor: torch.Tensor) -> None:
+        """Notes that a value leaves; it may be freed afterwards."""
+        if tensor.requires_grad:
+            self.left[edge] = get_gradient_edge(tensor)
+
+    def backward(
+        self, seeds: dict[int, torch.Tensor], loss_seed: torch.Tensor | None, *,
+        retain_graph: bool = False,
+    ) -> None:  # fmt: skip
+        """Runs the segment's backward.
+
+        Args:
+            seeds: edge -> gradient of a value that left.
+            loss_seed: gradient of the loss, if it was made here.
+            retain_graph: as in torch.
+        """
+        roots: list[Any] = [self.left[edge] for edge in seeds]
+        gradients = list(seeds.values())
+        if loss_seed is not None and self.loss is not None:
+            roots.append(self.loss)
+            gradients.append(loss_seed)
+        self.gradients = {}
+        if roots:
+            torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
+
+
+def arrive(payload: torch.Tensor, segment: Segment, edge: int) -> torch.Tensor:
+    """A tensor with the payload's numbers whose gradient is kept under ``edge``."""
+    with torch.enable_grad():
+        anchor = torch.zeros((), requires_grad=True)
+        segment.entered.append(edge)
+        return _Arrival.apply(anchor, payload, segment, edge)  # type: ignore[no-any-return]
+
+
+def reachable_edges(roots: Iterable[Any], segment: Segment) -> list[int]:
+    """Edges that entered ``segment`` on which the roots (gradient edges or tensors) depend."""
+    found: set[int] = set()
+    stack = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if node is None:
+            continue
+        if getattr(node, "segment", None) is segment:
+            found.add(node.edge)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return sorted(found)

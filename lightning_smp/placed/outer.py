@@ -1,0 +1,197 @@
+"""The outer mode: sees every torch function that the step calls outside of units."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.utils.checkpoint
+from torch.overrides import TorchFunctionMode
+
+from lightning_smp.errors import UnsupportedError
+from lightning_smp.placed.checkpointing import checkpoint_generator
+from lightning_smp.placed.functions import BACKWARD, METADATA, function_name
+from lightning_smp.placed.run import MicrobatchRun
+from lightning_smp.placed.tensor import PlacedTensor
+
+__all__ = ["OuterMode", "answer_outside", "outer_patches"]
+
+T = torch.Tensor
+_IS_LEAF, _GRAD_FN, _VERSION = T.is_leaf.__get__, T.grad_fn.__get__, T._version.__get__  # type: ignore[attr-defined]
+_GRAD = T.grad.__get__  # type: ignore[attr-defined]
+
+
+class PlacedGradFn:
+    """What ``grad_fn`` of a placed tensor answers: there is a graph, on the home rank."""
+
+    def __repr__(self) -> str:
+        return "<grad_fn of a placed tensor>"
+
+
+class OuterMode(TorchFunctionMode):
+    """Routes calls that touch placed tensors, parameters or units' buffers to the run."""
+
+    def __init__(self, run: MicrobatchRun) -> None:
+        super().__init__()
+        self.run = run
+        self.held = run.context.table.held
+        self.made_here: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in METADATA:
+            return answer_metadata(func, args, kwargs)
+        kwargs = kwargs or {}
+        run = self.run
+        if run.in_unit is not None:
+            return func(*args, **kwargs)
+        if not (_touches(args, self.held) or (kwargs and _touches(kwargs.values(), self.held))):
+            result = func(*args, **kwargs)
+            if isinstance(result, T) and result.requires_grad:
+                run.context.note_plain(result)
+            return result
+        if func in BACKWARD:
+            return run.context.backward(run, *args, **kwargs)
+        if func is T.__iter__:
+            return iter(run.call(torch.unbind, args, {}))
+        if func is T.__format__ and args[0].dim() > 0:
+            return object.__format__(args[0], args[1])
+        if func is _GRAD:
+            return None
+        if func in _IDENTITY and type(args[0]) is PlacedTensor and len(args) == 1 and not kwargs:
+            return args[0]
+        if func is torch.autograd.grad:
+            _check_one_home(args, kwargs)
+        return run.call(func, args, kwargs)
+
+
+_IDENTITY = {torch.as_tensor, torch.asarray}
+
+
+def answer_metadata(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Answers a question about a tensor from its spec."""
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor = args[0]
+        if type(tensor) is PlacedTensor:
+            if func == _IS_LEAF:
+                return not tensor.requires_grad
+            if func == _GRAD_FN:
+                return PlacedGradFn() if tensor.requires_grad else None
+            if func == _VERSION:
+                return tensor._value.group.version
+            if func is T.__repr__:
+                return PlacedTensor.__repr__(tensor)
+        return func(*args, **(kwargs or {}))
+
+
+def answer_outside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A torch function met a placed tensor where no outer mode is active."""
+    if func in METADATA:
+        return answer_metadata(func, args, kwargs)
+    if getattr(func, "__name__", "") == "__set__":
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    raise UnsupportedError(
+        f"{function_name(func)} was called on a tensor of the model outside of its step, or inside "
+        "a submodule that got it past its arguments. Such tensors live on one stage and end with "
+        "the step: pass them as arguments, return them from the step, or log them."
+    )
+
+
+def _touches(items: Any, held: dict[int, Any]) -> bool:
+    for item in items:
+        kind = type(item)
+        if kind is PlacedTensor:
+            return True
+        if kind is tuple or kind is list:
+            if _touches(item, held):
+                return True
+        elif isinstance(item, T):
+            if id(item) in held or kind is torch.nn.Parameter or issubclass(kind, PlacedTensor):
+                return True
+        elif kind is dict:
+            if _touches(item.values(), held):
+                return True
+    return False
+
+
+def _check_one_home(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    from lightning_smp.placed.structure import iter_tensors
+
+    homes = {t._value.home for t in iter_tensors((args, kwargs)) if type(t) is PlacedTensor}
+    if len(homes) > 1:
+        raise UnsupportedError(
+            f"torch.autograd.grad between tensors of stages {sorted(homes)}: it works within one "
+            "stage only. Move both ends into one submodule."
+        )
+
+
+@contextmanager
+def outer_patches(run: MicrobatchRun) -> Iterator[None]:
+    """Reroutes the ways into autograd that no function mode sees, while a step runs."""
+    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    backward = torch.autograd.backward
+    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator  # type: ignore[attr-defined]
+    runtime = run.context.runtime
+
+    def routed_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        active = runtime.active_run()
+        if active is None or active.in_unit is not None or not _touches(args, {}):
+            return apply(cls, *args, **kwargs)
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            function, preserve, *rest = args
+            return torch.utils.checkpoint.checkpoint(
+                function, *rest, use_reentrant=False, preserve_rng_state=preserve
+            )
+        return active.call(_FunctionCall.of(cls, apply), args, kwargs)
+
+    def routed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        active = runtime.active_run()
+        one = tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
+        if active is None or active.in_unit is not None or type(one) is not PlacedTensor:
+            return backward(tensors, *args, **kwargs)
+        return run.context.backward(active, one, *args, **kwargs)
+
+    def routed_generator(function: Any, *args: Any, **kwargs: Any) -> Any:
+        active = runtime.active_run()
+        if active is None or active.in_unit is not None:
+            return generator(function, *args, **kwargs)
+        return checkpoint_generator(active, generator, function, args, kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch.autograd.Function, "apply", classmethod(routed_apply)))
+        stack.enter_context(patch.object(torch.autograd, "backward", routed_backward))
+        stack.enter_context(
+            patch.object(
+                torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", routed_generator
+            )
+        )
+        yield
+
+
+class _FunctionCall:
+    """The ``apply`` of a custom autograd Function, as a call that compares equal by class."""
+
+    def __init__(self, cls: Any, apply: Any) -> None:
+        self.cls, self._apply = cls, apply
+        self.__qualname__ = f"{cls.__qualname__}.apply"
+        self.__module__ = cls.__module__
+        self.__name__ = "apply"
+
+    @classmethod
+    def of(cls, function: Any, apply: Any) -> _FunctionCall:
+        return cls(function, apply)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._apply(self.cls, *args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _FunctionCall) and other.cls is self.cls
+
+    def __hash__(self) -> int:
+        return hash(self.cls)

@@ -1,0 +1,181 @@
+"""What the placed runs of one rank share: the placement, the running microbatch, the services."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from lightning_smp.channels import Channels
+from lightning_smp.control import Control
+from lightning_smp.errors import UnsupportedError
+from lightning_smp.placed.functions import function_name
+from lightning_smp.placed.units import UnitEntry
+from lightning_smp.program import Edge, fingerprint
+
+__all__ = ["Engine", "PlacementTable", "Runtime", "StepContext"]
+
+
+class PlacementTable:
+    """Which stages hold each parameter and buffer that is not on all of them."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, tuple[torch.Tensor, str, tuple[int, ...]]] = {}
+
+    def add(self, tensor: torch.Tensor, name: str, stages: tuple[int, ...]) -> None:
+        """Notes a parameter or buffer."""
+        self.held[id(tensor)] = (tensor, name, stages)
+
+    def lookup(self, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]] | None:
+        """(name, stages) of a held tensor; None for every other."""
+        found = self.held.get(id(tensor))
+        return None if found is None else found[1:]
+
+
+class Runtime:
+    """Finds the microbatch that runs in this thread.
+
+    Args:
+        rank: this rank's stage.
+        num_ranks: number of stages.
+        device: the run's device.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.device = device
+        self.table = PlacementTable()
+        self.units: list[UnitEntry] = []
+        self.outer_modules: dict[str, nn.Module] = {}
+        self._thread = threading.local()
+
+    def active_run(self) -> Any:
+        """The run of this thread, or None outside of steps."""
+        return getattr(self._thread, "run", None)
+
+    def activate(self, run: Any) -> Callable[[], None]:
+        """Makes ``run`` this thread's run; returns what restores the former one."""
+        former = self.active_run()
+        self._thread.run = run
+
+        def restore() -> None:
+            self._thread.run = former
+
+        return restore
+
+
+class Engine(Protocol):
+    """What a run needs of the engine."""
+
+    def pause(self, run: Any) -> None:
+        """Called where a run's next segment begins."""
+
+    def receive(self, run: Any, edge: Edge) -> torch.Tensor:
+        """The value of an edge that ends on this rank."""
+
+    def deviated(self, run: Any, position: int, key: tuple[Any, ...]) -> None:
+        """Called where a run leaves its program; returns when all ranks agree."""
+
+    def backward(self, run: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
+        """A backward that the user's step asked for."""
+
+
+class StepContext:
+    """What the microbatches of one step share.
+
+    Args:
+        runtime: this rank's runtime.
+        channels: moves tensors.
+        control: small messages.
+        engine: runs the schedule.
+        seed: integers that the seeds of units' random streams start with.
+    """
+
+    def __init__(
+        self, runtime: Runtime, channels: Channels, control: Control, engine: Engine,
+        seed: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        self.runtime = runtime
+        self.rank = runtime.rank
+        self.num_ranks = runtime.num_ranks
+        self.device = runtime.device
+        self.table = runtime.table
+        self.channels = channels
+        self.control = control
+        self.seed = seed
+        self.pause = engine.pause
+        self.receive = engine.receive
+        self.deviated = engine.deviated
+        self.backward = engine.backward
+        self.owned: set[int] = set()
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def key_mark(self, key: tuple[Any, ...]) -> str:
+        """A hash of a call's key, equal on ranks that made equal calls."""
+        return fingerprint([self.describe_call(key)])
+
+    def describe_call(self, key: tuple[Any, ...]) -> str:
+        """A call's key in words that are equal on all ranks."""
+        target = key[0]
+        if isinstance(target, tuple):
+            unit = next((u for u in self.runtime.units if u.index == target[1]), None)
+            name = f"unit {unit.name!r}" if unit is not None else f"unit {target[1]}"
+            return f"{name}[{target[2]}]{key[1:]}"
+        return f"{function_name(target)}{key[1:]}"
+
+    @contextmanager
+    def outside_outer_mode(self) -> Iterator[None]:
+        """Leaves the outer mode; modes that the user has entered stay."""
+        from lightning_smp.placed.checkpointing import ReplayMode
+        from lightning_smp.placed.outer import OuterMode
+
+        stack = _get_current_function_mode_stack()
+        for _ in stack:
+            _pop_mode()
+        kept = [mode for mode in stack if not isinstance(mode, (OuterMode, ReplayMode))]
+        for mode in kept:
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in kept:
+                _pop_mode()
+            for mode in stack:
+                _push_mode(mode)
+
+    def note_plain(self, tensor: torch.Tensor) -> None:
+        """Outer code made a plain tensor with a graph (from its own inputs, not from units)."""
+        self._made[id(tensor)] = weakref.ref(tensor)
+
+    def check_plain(self, tensor: torch.Tensor, run: Any) -> None:
+        """Refuses plain tensors that only one rank can have."""
+        if tensor.is_meta:
+            raise UnsupportedError(
+                f"a meta tensor of shape {tuple(tensor.shape)} without numbers met the step's code. "
+                "Build the model on a real device, or load its weights before the first step."
+            )
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            known = self._made.get(id(tensor))
+            if known is None or known() is not tensor:
+                raise UnsupportedError(
+                    f"a tensor of shape {tuple(tensor.shape)} that a submodule made (by "
+                    f"{tensor.grad_fn.name()}) reached the step's code by a hook, a list or a "
+                    "closure; it exists on one stage only. Return it from the submodule's forward."
+                )
+
+    def has_aliases(self, tensor: torch.Tensor) -> bool:
+        """Whether another tensor may share the storage."""
+        if id(tensor) in self.owned:
+            return False
+        return tensor._is_view() or _storage_uses(tensor) > _storage_uses(torch.empty(1))
+
+
+def _storage_uses(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined,no-any-return]

@@ -1,0 +1,158 @@
+"""Placed tensors: real on their home rank, a shape, dtype and device on the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_smp.errors import UnsupportedError
+from lightning_smp.program import EVERYWHERE, SegmentNode, TensorSpec
+
+if TYPE_CHECKING:
+    from lightning_smp.placed.run import MicrobatchRun
+
+__all__ = ["AliasGroup", "PlacedTensor", "Value", "adopt", "release", "spec_of"]
+
+
+class AliasGroup:
+    """The values that share one storage.
+
+    Attributes:
+        version: counts in-place changes to any of them.
+        size: how many values have ever shared it.
+        of_plain: whether the storage is that of a tensor which all ranks hold.
+    """
+
+    __slots__ = ("of_plain", "size", "version")
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.size = 1
+        self.of_plain = False
+
+
+class Value:
+    """What this rank knows of one placed value.
+
+    Attributes:
+        index: ordinal in the microbatch, equal on all ranks.
+        home: rank that holds it for real, or ``EVERYWHERE``.
+        group: the values it shares storage with.
+        holders: rank -> version of the copy that this rank has got.
+        node: segment in which the home made the present version.
+        produced: ordinal of the call that made the present version, -1 for a parameter.
+        segments: rank -> the segment that its tensor belongs to.
+        stages: for a parameter or buffer, the stages where it is real.
+        local: this rank's tensor, if it has one.
+    """
+
+    __slots__ = (
+        "group", "holders", "home", "index", "local", "name", "node", "produced", "run",
+        "segments", "stages",
+    )  # fmt: skip
+
+    def __init__(self, run: MicrobatchRun, index: int, home: int, node: SegmentNode) -> None:
+        self.run = run
+        self.index = index
+        self.home = home
+        self.node = node
+        self.produced = -1
+        self.group = AliasGroup()
+        self.holders: dict[int, int] = {}
+        self.stages: tuple[int, ...] = ()
+        self.name = ""
+        self.segments: dict[int, int] = {node[0]: node[1]}
+        self.local: torch.Tensor | None = None
+
+    def is_current_on(self, rank: int) -> bool:
+        """Whether the rank holds the present version."""
+        if self.home in (rank, EVERYWHERE) or rank in self.stages:
+            return True
+        return self.holders.get(rank) == self.group.version
+
+
+class PlacedTensor(torch.Tensor):
+    """A tensor of the step that depends on the model's units.
+
+    It has the shape, dtype, device and requires_grad of the real tensor on every rank, and no
+    storage; the real one is ``_value.local`` on the ranks that have it. Operations on it are
+    handled by the outer mode of the running microbatch.
+    """
+
+    _value: Value
+
+    @staticmethod
+    def __new__(cls, spec: TensorSpec, device: torch.device, value: Value) -> PlacedTensor:  # noqa: PYI034
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, spec.shape, spec.stride, dtype=spec.dtype, device=device,
+            requires_grad=spec.requires_grad,
+        )  # fmt: skip
+        tensor._value = value
+        return tensor
+
+    def __init__(self, spec: TensorSpec, device: torch.device, value: Value) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from lightning_smp.placed.outer import answer_outside
+
+        return answer_outside(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise UnsupportedError(
+            f"{func} was called on a placed tensor below Python's torch functions, where the "
+            "strategy cannot move it to the rank that holds it. Call it through torch's Python "
+            "functions, or move this code into a submodule, which runs on one rank."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        value = self._value
+        home = "every rank" if value.home == EVERYWHERE else f"stage {value.home}"
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"PlacedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, on {home})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise UnsupportedError(
+            "copy.deepcopy of a tensor that lives on one pipeline stage: use .clone() instead."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"{self!r} cannot be pickled: it is real on one rank only. "
+            "Save it after the step, or call .tolist() or .item() on it first."
+        )
+
+
+def spec_of(tensor: torch.Tensor, run_device: torch.device) -> TensorSpec:
+    """The spec of a real tensor."""
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(
+            f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} crosses the code between "
+            "units. Only strided tensors can; call .to_dense(), or keep it inside one submodule."
+        )
+    return TensorSpec(
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device.type == run_device.type,
+        tensor.requires_grad,
+    )
+
+
+def adopt(tensor: torch.Tensor, value: Value) -> None:
+    """Turns a plain tensor object into a placed one, keeping its identity."""
+    tensor.__class__ = PlacedTensor  # type: ignore[assignment]
+    tensor._value = value  # type: ignore[attr-defined]
+
+
+def release(tensor: torch.Tensor) -> None:
+    """Turns an adopted tensor object back into a plain one."""
+    del tensor._value  # type: ignore[attr-defined]
+    tensor.__class__ = torch.Tensor

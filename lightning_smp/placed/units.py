@@ -1,0 +1,172 @@
+"""Units: module subtrees that live on one stage, entered through their ``forward``.
+
+A unit's own hooks, and wrappers that others put around its ``forward`` later, run in outer code on
+every rank; only the original forward runs on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_smp.errors import UnsupportedError
+from lightning_smp.placed.structure import iter_tensors, map_tensors
+from lightning_smp.placed.tensor import PlacedTensor
+
+if TYPE_CHECKING:
+    from lightning_smp.placed.runtime import Runtime
+
+__all__ = ["UnitEntry"]
+
+
+class UnitEntry:
+    """Stands in for the ``forward`` of a unit.
+
+    Args:
+        runtime: finds the microbatch that is running.
+        index: ordinal of the unit's atom, equal for every layout.
+        name: dotted name of the module.
+        module: the module.
+        stage: pipeline rank that holds it, or -1 for a unit without state, which runs wherever
+            its input lives.
+        cost: forward cost, in the partition's units.
+    """
+
+    def __init__(
+        self, runtime: Runtime, index: int, name: str, module: nn.Module, stage: int, cost: float
+    ) -> None:
+        self.runtime = runtime
+        self.index = index
+        self.name = name
+        self.module = module
+        self.stage = stage
+        self.cost = cost
+        self.draws_python = False
+        self._whole_call = _needs_whole_call(module)
+        self._original: Callable[..., Any] = module._call_impl if self._whole_call else module.forward
+        self._inner = [(path, inner) for path, inner in module.named_modules()]
+        self._parameters = list(module.parameters())
+        self._observed: list[tuple[str, str, Any]] = []
+        self._planted: list[tuple[str, str]] = []
+
+    def install(self) -> None:
+        """Puts this entry in the place of the module's forward."""
+        if self._whole_call:
+            self.module._compiled_call_impl = self  # type: ignore[assignment]
+        else:
+            self.module.__dict__["forward"] = self
+
+    def remove(self) -> None:
+        """Gives the module its forward back."""
+        if self._whole_call:
+            self.module._compiled_call_impl = None
+        elif getattr(self._original, "__self__", None) is self.module:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.__dict__["forward"] = self._original
+
+    @property
+    def token(self) -> tuple[Any, ...]:
+        """Identifies the unit and everything in its state that can change a result's spec."""
+        state = 0
+        for parameter in self._parameters:
+            state = state * 2 + parameter.requires_grad
+        for _, inner in self._inner:
+            state = state * 2 + inner.training
+        return ("unit", self.index, state)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self.runtime.active_run()
+        if run is None or run.in_unit is not None:
+            return self._call_directly(args, kwargs, run)
+        with run.context.outside_outer_mode():
+            return run.call(self, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise UnsupportedError(
+            f"copy.deepcopy of {self.name!r}: the model is split over the pipeline stages, so a "
+            "copy would be without the other stages' weights. Copy the model before training "
+            "starts, or copy `trainer.strategy.lightning_module_state_dict()`."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"{self.name!r} cannot be pickled while the model is split over the pipeline stages. "
+            "Save `trainer.strategy.lightning_module_state_dict()` instead."
+        )
+
+    def run(self, args: Any, kwargs: Any, *, observe: bool) -> Any:
+        """Runs the unit for real; ``observe`` notes tensors that it leaves in its attributes."""
+        if self._planted:
+            self._uproot()
+        if not observe:
+            return self._original(*args, **kwargs)
+        before = [dict(inner.__dict__) for _, inner in self._inner]
+        result = self._original(*args, **kwargs)
+        self._observed = [
+            (path, name, held)
+            for (path, inner), old in zip(self._inner, before, strict=True)
+            for name, held in inner.__dict__.items()
+            if not name.startswith("_") and held is not old.get(name) and _holds_tensors(held)
+        ]
+        return result
+
+    def observed(self) -> list[tuple[str, str, Any]]:
+        """(module path, attribute, held) of tensors that the last observed run left behind."""
+        return self._observed
+
+    def collect(self, escapes: tuple[tuple[str, str, Any], ...]) -> list[Any]:
+        """What the unit's attributes hold now, in the order of ``escapes``."""
+        inner = dict(self._inner)
+        return [getattr(inner[path], name, None) for path, name, _ in escapes]
+
+    def plant(self, escapes: tuple[tuple[str, str, Any], ...], leaves: Any, objects: Any) -> None:
+        """Puts placed tensors where the unit left real ones, on every rank."""
+        from lightning_smp.placed.structure import build
+
+        inner = dict(self._inner)
+        for path, name, template in escapes:
+            setattr(inner[path], name, build(template, leaves, objects))
+        self._planted = [(path, name) for path, name, _ in escapes]
+
+    def _uproot(self) -> None:
+        inner = dict(self._inner)
+        for path, name in self._planted:
+            held = getattr(inner[path], name, None)
+            setattr(inner[path], name, map_tensors(held, _real))
+        self._planted = []
+
+    def _call_directly(self, args: Any, kwargs: Any, run: Any) -> Any:
+        if self.stage in (self.runtime.rank, -1) and not any(
+            type(t) is PlacedTensor for t in iter_tensors((args, kwargs))
+        ):
+            return self._original(*args, **kwargs)
+        where = "outside of a step" if run is None else f"inside unit {run.in_unit.name!r}"
+        raise UnsupportedError(
+            f"{self.name!r}, which lives on stage {self.stage}, was called {where} on stage "
+            f"{self.runtime.rank}. Call it from training_step, validation_step, test_step or "
+            "predict_step, in the code between submodules."
+        )
+
+
+def _needs_whole_call(module: nn.Module) -> bool:
+    """Backward hooks and compiled calls work on real tensors: they belong inside the unit."""
+    return bool(
+        module._backward_hooks or module._backward_pre_hooks or module._compiled_call_impl is not None
+    )
+
+
+def _holds_tensors(held: Any) -> bool:
+    if isinstance(held, nn.Parameter):
+        return False
+    return any(True for _ in iter_tensors(held))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is not PlacedTensor:
+        return tensor
+    local = tensor._value.local
+    return tensor if local is None else local

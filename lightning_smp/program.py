@@ -1,0 +1,261 @@
+"""The program of one microbatch: every call with its home, its results and its transfers, as data.
+
+All ranks of a pipeline group run the same step on the same data, so each of them can write down the
+same program. Nothing here communicates or runs a tensor operation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = [
+    "EVERYWHERE",
+    "Edge",
+    "Entry",
+    "Leaf",
+    "Outcome",
+    "Program",
+    "SegmentNode",
+    "SegmentTracker",
+    "TensorSpec",
+    "fingerprint",
+]
+
+EVERYWHERE = -1
+"""The home of a value that every rank computes for itself."""
+
+SegmentNode = tuple[int, int]
+"""(rank in the pipeline group, ordinal of the segment on that rank)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a rank knows of a tensor that it does not hold."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    on_run_device: bool
+    requires_grad: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the elements in bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One tensor of a result.
+
+    ``same`` is the operand that it is, ``view`` the operand whose storage it shares, or
+    ``-2 - i`` where it shares that of leaf ``i`` of the same result.
+    """
+
+    spec: TensorSpec
+    same: int = -1
+    view: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call did, as far as the other ranks must know.
+
+    Args:
+        template: the structure of the result; tensors stand in it as indices into ``leaves``.
+        leaves: the tensors of the result.
+        mutated: (operand index, requires_grad afterwards) of each operand changed in place.
+        escapes: (module path, attribute, template) of tensors that a unit left in its attributes.
+        random: whether the call drew random numbers.
+    """
+
+    template: Any
+    leaves: tuple[Leaf, ...]
+    mutated: tuple[tuple[int, bool], ...] = ()
+    escapes: tuple[tuple[str, str, Any], ...] = ()
+    random: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A tensor that crosses from one segment to another, on another rank or (carried) on the same.
+
+    Args:
+        index: ordinal of the edge in its program.
+        value: ordinal of the value.
+        source: segment that holds it.
+        target: segment that receives it.
+        produced: ordinal of the call after which the value can be sent.
+        consumed: ordinal of the call that needs it.
+        spec: what is sent.
+        operand: which operand of the consuming call it is.
+    """
+
+    index: int
+    value: int
+    source: SegmentNode
+    target: SegmentNode
+    produced: int
+    consumed: int
+    spec: TensorSpec
+    operand: int
+
+    @property
+    def is_message(self) -> bool:
+        """Whether the tensor crosses ranks (and carries bytes at all)."""
+        return self.source[0] != self.target[0] and 0 not in self.spec.shape
+
+
+@dataclass(slots=True)
+class Entry:
+    """One call of the program."""
+
+    key: tuple[Any, ...]
+    home: int
+    outcome: Outcome
+    arrivals: tuple[Edge, ...]
+    new_segments: tuple[int, ...]
+    cost: float = 0.0
+    departures: tuple[Edge, ...] = ()
+
+
+class SegmentTracker:
+    """Cuts each rank's work into segments so that the segments of all ranks form no cycle.
+
+    A received value joins the receiver's current segment unless that segment already leads,
+    directly or through others, to the segment that made the value; then a new one starts.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.current = [0] * num_ranks
+        self._successors: dict[SegmentNode, set[SegmentNode]] = {}
+
+    @classmethod
+    def resumed(cls, current: list[int], edges: Iterable[Edge]) -> SegmentTracker:
+        """The tracker after these segments and edges."""
+        tracker = cls(len(current))
+        for rank, last in enumerate(current):
+            for _ in range(last):
+                tracker.advance(rank)
+        for edge in edges:
+            if edge.source != edge.target:
+                tracker._successors.setdefault(edge.source, set()).add(edge.target)
+        return tracker
+
+    def node(self, rank: int) -> SegmentNode:
+        """The segment that the rank is in."""
+        return (rank, self.current[rank])
+
+    def connect(self, source: SegmentNode, rank: int) -> bool:
+        """Notes that ``rank`` receives from ``source``; returns whether a new segment started."""
+        starts_new = self._reaches(self.node(rank), source)
+        if starts_new:
+            self.advance(rank)
+        self._successors.setdefault(source, set()).add(self.node(rank))
+        return starts_new
+
+    def advance(self, rank: int) -> None:
+        """Starts a new segment on the rank."""
+        previous = self.node(rank)
+        self.current[rank] += 1
+        self._successors.setdefault(previous, set()).add(self.node(rank))
+
+    def order(self) -> list[SegmentNode]:
+        """All segments, each after those it depends on; ties by ordinal, then rank."""
+        nodes = [(r, s) for r, last in enumerate(self.current) for s in range(last + 1)]
+        waiting = dict.fromkeys(nodes, 0)
+        for targets in self._successors.values():
+            for target in targets:
+                waiting[target] += 1
+        ready = sorted((n for n in nodes if not waiting[n]), key=lambda n: (n[1], n[0]))
+        ordered: list[SegmentNode] = []
+        while ready:
+            node = ready.pop(0)
+            ordered.append(node)
+            for target in self._successors.get(node, ()):
+                waiting[target] -= 1
+                if not waiting[target]:
+                    ready.append(target)
+            ready.sort(key=lambda n: (n[1], n[0]))
+        assert len(ordered) == len(nodes), "segments form a cycle"
+        return ordered
+
+    def _reaches(self, start: SegmentNode, goal: SegmentNode) -> bool:
+        seen, stack = {start}, [start]
+        while stack:
+            node = stack.pop()
+            if node == goal:
+                return True
+            for target in self._successors.get(node, ()):
+                if target not in seen:
+                    seen.add(target)
+                    stack.append(target)
+        return False
+
+
+@dataclass(slots=True)
+class Program:
+    """The calls of one microbatch, its segments and edges, and which edges carry gradients.
+
+    ``gradient_edges`` and ``backward_segments`` are known once the ranks have compared their
+    autograd graphs (`lightning_smp.engine`); they stay empty for a program without backward.
+    ``copied_edges`` are sent from a copy, since their tensor is changed in place later;
+    ``attributes`` are those that the step writes on outer modules.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    segments: list[SegmentNode] = field(default_factory=list)
+    loss_segment: SegmentNode | None = None
+    gradient_edges: frozenset[int] = frozenset()
+    backward_segments: frozenset[SegmentNode] = frozenset()
+    copied_edges: frozenset[int] = frozenset()
+    forward_messages: dict[SegmentNode, list[Edge]] = field(default_factory=dict)
+    gradient_messages: dict[SegmentNode, list[Edge]] = field(default_factory=dict)
+    attributes: tuple[tuple[str, str], ...] = ()
+
+    def seal(self) -> None:
+        """Gives each call the edges that leave after it, in the order in which they are sent."""
+        leaving: dict[int, list[Edge]] = {}
+        for edge in self.edges:
+            if edge.is_message:
+                leaving.setdefault(edge.produced, []).append(edge)
+        for ordinal, entry in enumerate(self.entries):
+            entry.departures = tuple(leaving.get(ordinal, ()))
+
+    def resolve_gradients(self, reach: Iterable[dict[str, Any]]) -> None:
+        """Follows gradients from the loss through all ranks' segments.
+
+        Args:
+            reach: one report per rank: ``{"edges": {edge left: [edges entered it depends on]},
+                "loss": [edges entered] or None}``.
+        """
+        depends: dict[int, list[int]] = {}
+        todo: list[int] = []
+        for report in reach:
+            depends.update(report["edges"])
+            todo += report["loss"] or ()
+        found: set[int] = set()
+        while todo:
+            edge = todo.pop()
+            if edge not in found:
+                found.add(edge)
+                todo += depends.get(edge, ())
+        self.gradient_edges = frozenset(found)
+        segments = {self.edges[index].source for index in found}
+        if self.loss_segment is not None:
+            segments.add(self.loss_segment)
+        self.backward_segments = frozenset(segments)
+
+
+def fingerprint(keys: Iterable[Any]) -> str:
+    """A short hash of call keys that is equal on ranks that made equal calls."""
+    digest = hashlib.sha256()
+    for key in keys:
+        digest.update(repr(key).encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""Tests of lightning_smp; sub-folders mirror the package."""

@@ -1,0 +1,1 @@
+"""Equality of the smp strategy with one device: a zoo of modules and a harness to compare."""
