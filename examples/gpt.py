@@ -64,12 +64,15 @@ class GPT(pl.LightningModule):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.embed.weight = self.head.weight
-        for embedding in (self.embed, self.position):
-            nn.init.normal_(embedding.weight, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the logits [B, S, VOCABULARY] of the byte after each of ids [B, S]."""
-        x = self.embed(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+        # The head wants a small weight, the first block a large input: hence the factor.
+        x = self.embed(ids) * self.embed.embedding_dim**0.5
+        x = x + self.position(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

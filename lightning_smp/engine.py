@@ -28,11 +28,11 @@ from lightning_smp.messages import (
 )
 from lightning_smp.placed.autograd import reachable_edges
 from lightning_smp.placed.outer import OuterMode, outer_patches
-from lightning_smp.placed.random import MicrobatchStreams
+from lightning_smp.placed.random import DrawState
 from lightning_smp.placed.run import MicrobatchRun
 from lightning_smp.placed.runtime import Runtime, StepContext
 from lightning_smp.placed.state import AttributeSwap, AttributeWatch
-from lightning_smp.placed.tensor import PlacedTensor
+from lightning_smp.placed.tensor import PlacedTensor, release
 from lightning_smp.program import EVERYWHERE, Edge, Program
 from lightning_smp.schedule import Action, Schedule, make_schedule
 
@@ -53,7 +53,7 @@ class StepPlan:
         loss_of: finds the loss in what a body returned, or None for a forward-only step.
         loss_seed: gradient of each microbatch's loss, given what the body returned.
         record: record every microbatch, call by call.
-        on_final: called with the parameters' owner units when no more gradient will come.
+        around_backward: runs a backward that the step itself asked for.
     """
 
     name: str
@@ -63,6 +63,7 @@ class StepPlan:
     loss_of: Callable[[Any], Any] | None = None
     loss_seed: Callable[[int, Any], torch.Tensor] | None = None
     record: bool = False
+    around_backward: Callable[[Callable[[], None]], None] | None = None
 
 
 class PipelineEngine:
@@ -186,7 +187,6 @@ class _Step:
         self.row: Sequence[Action] = ()
         self.cursor = 0
         self.settled = False
-        self.streams = MicrobatchStreams(count, engine.runtime.device)
         self.swap = AttributeSwap(())
 
     # ---- the step as a whole -------------------------------------------------------------
@@ -207,6 +207,7 @@ class _Step:
         self.programs = [run.program for run in self.runs]
         self._follow_schedule(frozenset(recorded))
         self._finish_deviated()
+        self._release_adopted()
         self.channels.finish()
         engine._known_names.add(plan.name)
         return self.results
@@ -254,7 +255,7 @@ class _Step:
                 self.channels.expect(sender, ((key, edge.spec) for key, edge in messages))
         self.row = schedule.ranks[self.rank]
         names = {name for program in self.programs for name in program.attributes}
-        self.swap = AttributeSwap(sorted(names), self.runtime.outer_modules)
+        self.swap = AttributeSwap(sorted(names), self.runtime.outer_modules[""])
         self.loop()
 
     def loop(self) -> None:
@@ -273,7 +274,7 @@ class _Step:
         """All schedules are done: compares deviations and the replicated random stream."""
         self.settled = True
         self.channels.drain()
-        mine = [sorted((m, *what) for m, what in self.deviations.items()), self.streams.digest()]
+        mine = [sorted((m, *what) for m, what in self.deviations.items()), DrawState(self.runtime.device).digest()]
         reports = self.control.agree(mine)
         if any(report[0] != reports[0][0] for report in reports):
             raise CommunicationError(_describe_split([report[0] for report in reports]))
@@ -296,6 +297,18 @@ class _Step:
             if self.train:
                 self._backward_in_order(self.runs[m], self._loss_seed(m))
 
+    def _release_adopted(self) -> None:
+        """Buffers that the step wrote on one rank get their numbers on all."""
+        found = [
+            buffer
+            for module in self.runtime.outer_modules.values()
+            for buffer in (*module._buffers.values(), *module.__dict__.values())
+            if isinstance(buffer, PlacedTensor) and buffer._value.is_adopted
+        ]
+        if found:
+            for tensor, numbers in zip(found, self.engine.fetch(found), strict=True):
+                release(tensor, numbers)
+
     # ---- forward -------------------------------------------------------------------------
 
     def _call_body(self, m: int) -> None:
@@ -313,17 +326,12 @@ class _Step:
         if self.plan.loss_of is not None:
             run.note_loss(self.plan.loss_of(self.results[m]))
 
-    def _run_inline(self, m: int) -> None:
-        self.streams.enter(m)
-        try:
-            self._call_body(m)
-        finally:
-            self.streams.leave(m)
-
     def _record(self, m: int) -> None:
         watch = AttributeWatch(self.runtime.outer_modules.items())
-        self._run_inline(m)
-        self.runs[m].program.attributes = watch.written()
+        run = self.runs[m]
+        self._call_body(m)
+        run.program.attributes = (*watch.written(), *run.planted())
+        run.dynamic |= run.draws_late()
 
     def _forward(self, action: Action) -> None:
         m = action.microbatch
@@ -333,7 +341,7 @@ class _Step:
             return
         own = [node for node in self.programs[m].segments if node[0] == self.rank]
         if len(own) == 1:
-            self._run_inline(m)
+            self._call_body(m)
         else:
             self._resume(m)
 
@@ -342,11 +350,9 @@ class _Step:
         if fiber is None:
             fiber = self.fibers[m] = Fiber(self.engine._pool, lambda: self._call_body(m))
         self.swap.enter(m)
-        self.streams.enter(m)
         try:
             fiber.resume()
         finally:
-            self.streams.leave(m)
             self.swap.leave(m)
 
     def pause(self, run: MicrobatchRun) -> None:
@@ -376,11 +382,9 @@ class _Step:
         if fiber is not None:
             fiber.suspend()
             return
-        self.streams.leave(m)
         rest = Fiber(self.engine._pool, self.loop)  # this thread keeps the microbatch's frames
         rest.resume()
         assert rest.done
-        self.streams.enter(m)
 
     def _send_empty(self, action: Action, skip: frozenset[int] | set[int] = frozenset()) -> None:
         """Keeps a deviated microbatch's promises of one action with messages without meaning."""
@@ -501,6 +505,15 @@ class _Step:
                 "backward() was called inside the step under automatic optimization. Return the "
                 "loss instead, or set self.automatic_optimization = False with microbatches=1."
             )
+        assert self.plan.around_backward is not None
+        with self.context.outside_outer_mode():
+            self.plan.around_backward(
+                lambda: self._backward_now(run, tensor, gradient, bool(retain_graph))
+            )
+
+    def _backward_now(
+        self, run: MicrobatchRun, tensor: Any, gradient: Any, retain_graph: bool
+    ) -> None:
         run.begin_backward(tensor)
         reports = self.control.agree(self._reach(run))
         run.complete()
@@ -508,7 +521,7 @@ class _Step:
         program.resolve_gradients(reports)
         program.gradient_messages = gradient_messages(program)
         seed = run.seed_of(tensor, gradient)
-        self._backward_in_order(run, seed, retain_graph=bool(retain_graph))
+        self._backward_in_order(run, seed, retain_graph=retain_graph)
         run.end_backward()
         self.channels.finish()
 

@@ -153,7 +153,7 @@ class SegmentTracker:
 
     def connect(self, source: SegmentNode, rank: int) -> bool:
         """Notes that ``rank`` receives from ``source``; returns whether a new segment started."""
-        starts_new = self._reaches(self.node(rank), source)
+        starts_new = self.leads(self.node(rank), source)
         if starts_new:
             self.advance(rank)
         self._successors.setdefault(source, set()).add(self.node(rank))
@@ -185,7 +185,8 @@ class SegmentTracker:
         assert len(ordered) == len(nodes), "segments form a cycle"
         return ordered
 
-    def _reaches(self, start: SegmentNode, goal: SegmentNode) -> bool:
+    def leads(self, start: SegmentNode, goal: SegmentNode) -> bool:
+        """Whether the goal depends on the start, directly or through other segments."""
         seen, stack = {start}, [start]
         while stack:
             node = stack.pop()

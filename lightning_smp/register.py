@@ -9,7 +9,7 @@ import sys
 import warnings
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_smp.autoload import NAMESPACES
 from lightning_smp.errors import ConfigError
@@ -17,10 +17,10 @@ from lightning_smp.errors import ConfigError
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy
 
-    class SMPStrategy(ParallelStrategy):
-        """What a type checker knows of the class that is built at run time."""
+    from lightning_smp.lightning.strategy import StrategyCore
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    class SMPStrategy(StrategyCore, ParallelStrategy):
+        """What a type checker sees of the class that is built at run time."""
 
 
 __all__ = ["SMPStrategy", "strategy_class"]

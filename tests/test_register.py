@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -137,7 +138,7 @@ def test_trainer_takes_its_own_class(namespace: str, home: str) -> None:
     assert pickle.loads(pickle.dumps(cls)) is cls
 
 
-def _strategy_of_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
+def _strategy_of_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
     from lightning.pytorch.cli import LightningCLI
     from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -158,6 +159,18 @@ def test_class_path_in_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None
     )
     assert type(strategy) is lightning_smp.SMPStrategy
     assert vars(strategy)["pipeline_parallel_degree"] == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_real_class_in_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = _strategy_of_cli(
+        monkeypatch,
+        "--trainer.devices=2",
+        "--trainer.strategy=lightning_smp.SMPStrategy",
+        "--trainer.strategy.pipeline_parallel_degree=2",
+    )
+    assert type(strategy) is lightning_smp.SMPStrategy
+    assert strategy.config.pipeline_parallel_degree == 2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_smp.control import Control
 from lightning_smp.errors import PartitionError
 from lightning_smp.ownership import Ownership, forget_foreign_state, materialize, release
+from lightning_smp.partition.atoms import is_boundary
 from lightning_smp.partition import (
     Partition,
     analyze,
@@ -110,7 +111,9 @@ def install_units(module: nn.Module, partition: Partition, runtime: Runtime) -> 
         buffers=buffers, units=units,
     )  # fmt: skip
     runtime.outer_modules = {
-        name: inner for name, inner in module.named_modules() if id(inner) not in inside
+        name: inner
+        for name, inner in module.named_modules()
+        if id(inner) not in inside and not is_boundary(inner)
     }
     for entry in runtime.units:
         entry.install()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning_smp.batch_merge import merge_outputs
 from lightning_smp.engine import PipelineEngine, StepPlan
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.lightning.logs import LogBuffer
-from lightning_smp.placed.random import MicrobatchStreams
+from lightning_smp.placed.seeding import SeededUnits
 from lightning_smp.placed.structure import iter_tensors, map_tensors
 from lightning_smp.placed.tensor import PlacedTensor
 
@@ -46,13 +46,13 @@ class Stepper:
     Args:
         module: the LightningModule.
         engine: runs the stages; None for a single stage.
-        device: the run's device.
+        seeding: for a single stage, seeds its units as several stages would.
         precision: context of one microbatch's step.
     """
 
     module: nn.Module
     engine: PipelineEngine | None
-    device: torch.device
+    seeding: SeededUnits | None
     precision: Callable[[], AbstractContextManager[Any]]
 
     def run(
@@ -65,7 +65,7 @@ class Stepper:
         seed: tuple[int, ...],
         backward: bool,
         loss_scale: float = 1.0,
-        record: bool = False,
+        around_backward: Callable[[Callable[[], None]], None] | None = None,
     ) -> StepOutput:
         """Runs ``module.<name>`` over a batch. Collective over pp.
 
@@ -77,7 +77,7 @@ class Stepper:
             seed: integers that the units' random streams start with.
             backward: whether to run the backward of the loss.
             loss_scale: factor of every gradient.
-            record: run call by call, for steps that call backward themselves.
+            around_backward: for steps that call backward themselves: runs such a backward.
         """
         pieces = split_batch(args[0], microbatches, allow_uneven=allow_uneven)
         total = sum(piece.num_samples for piece in pieces)
@@ -93,7 +93,10 @@ class Stepper:
                 share = pieces[m].num_samples / total if weight is None else weight
                 return _seed(loss, share, loss_scale)
 
-            if self.engine is None:
+            if self.engine is None and around_backward is not None:
+                with _rerouted_backward(around_backward):
+                    results = self._run_here(bodies, seed, None)
+            elif self.engine is None:
                 results = self._run_here(bodies, seed, loss_seed if backward else None)
             else:
                 specs = [self._spec(name, piece.value) for piece in pieces]
@@ -101,7 +104,8 @@ class Stepper:
                     StepPlan(
                         name=name, bodies=bodies, specs=specs, seed=seed,
                         loss_of=loss_of if backward else None,
-                        loss_seed=loss_seed if backward else None, record=record,
+                        loss_seed=loss_seed if backward else None,
+                        record=around_backward is not None, around_backward=around_backward,
                     )
                 )  # fmt: skip
         return self._conclude(results, pieces, total, buffer, name == "training_step")
@@ -125,14 +129,11 @@ class Stepper:
         self, bodies: list[Callable[[], Any]], seed: tuple[int, ...], loss_seed: Any
     ) -> list[Any]:
         """A single stage: plain accumulation over the microbatches."""
-        streams = MicrobatchStreams(len(bodies), self.device)
         results = []
         for m, body in enumerate(bodies):
-            streams.enter(m)
-            try:
-                result = body()
-            finally:
-                streams.leave(m)
+            if self.seeding is not None:
+                self.seeding.begin((*seed, m))
+            result = body()
             loss = loss_of(result)
             if loss_seed is not None and loss is not None:
                 torch.autograd.backward(loss, loss_seed(m, result))
@@ -165,6 +166,25 @@ class Stepper:
         if self.engine is None:
             return [tensor.detach() for tensor in tensors]
         return self.engine.fetch(tensors)
+
+
+@contextmanager
+def _rerouted_backward(around: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+    """A single stage: every backward that the step asks for goes through ``around``."""
+    original = torch.autograd.backward
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        torch.autograd.backward = original  # type: ignore[assignment]
+        try:
+            around(lambda: original(*args, **kwargs))
+        finally:
+            torch.autograd.backward = backward  # type: ignore[assignment]
+
+    torch.autograd.backward = backward  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original  # type: ignore[assignment]
 
 
 def loss_of(result: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, Literal
@@ -44,6 +44,7 @@ from lightning_smp.lightning.scaler import make_scaler
 from lightning_smp.lightning.stepper import Stepper
 from lightning_smp.collect import PipelineLinks
 from lightning_smp.ownership import Ownership
+from lightning_smp.placed.metrics import find_metrics
 from lightning_smp.placed.random import DrawState, mix_seed, seed_everywhere
 from lightning_smp.placed.runtime import Runtime
 from lightning_smp.placed.seeding import SeededUnits
@@ -169,6 +170,7 @@ class StrategyCore:
         self._runtime: Runtime | None = None
         self._partition: Any = None
         self._sharing: SharingGroups | None = None
+        self._seeding: SeededUnits | None = None
         self._seed = 0
         self._block_sync = False
         self._steps_checked = 0
@@ -308,6 +310,8 @@ class StrategyCore:
             self.setup_optimizers(trainer)
             check_trainer(trainer, self.lightning_module, self.config, self.optimizers)
         self.setup_precision_plugin()
+        for metric in find_metrics(self.lightning_module):
+            metric.process_group = self.groups.dp  # the ranks of one replica hold equal states
         if fitting and (self.groups.pp_size == 1 or self._ownership is not None):
             self._optimizers_to_device()
         self._seed_replica()
@@ -408,7 +412,8 @@ class StrategyCore:
         if self._ownership is None:
             self._ownership = Ownership.whole(self.lightning_module)
             if config.reproducible:
-                SeededUnits(self.lightning_module).install()
+                self._seeding = SeededUnits(self.lightning_module, self.root_device)
+                self._seeding.install()
         topology = groups.topology
         stage_ranks = [
             [r for r in range(topology.size) if topology.pp_rank(r) == stage]
@@ -455,11 +460,10 @@ class StrategyCore:
         seed = (self._seed, self.groups.dp_rank, 0, self._trainer.fit_loop.total_batch_idx)
         skip = self._trainer.fit_loop._skip_backward
         if manual:
-            with self._manual_backward():
-                return stepper.run(
-                    "training_step", args, microbatches=1, allow_uneven=True, seed=seed,
-                    backward=False, record=True,
-                ).result  # fmt: skip
+            return stepper.run(
+                "training_step", args, microbatches=1, allow_uneven=True, seed=seed,
+                backward=False, around_backward=self._around_backward,
+            ).result  # fmt: skip
         accumulate = self._trainer.accumulate_grad_batches
         scaler = getattr(self.precision_plugin, "scaler", None)
         expected = (1.0 if scaler is None else scaler.get_scale()) / accumulate
@@ -508,35 +512,19 @@ class StrategyCore:
             reducer.start(None)
             reducer.finish()
 
-    @contextmanager
-    def _manual_backward(self) -> Iterator[None]:
-        """Reduces what each backward of a manual step adds to the gradients."""
-        backward = torch.autograd.backward
-        depth = 0
-
-        def reduced(*args: Any, **kwargs: Any) -> None:
-            nonlocal depth
-            if depth:
-                backward(*args, **kwargs)
-                return
-            depth += 1
-            local = [p for p in self.ownership.parameters() if self.ownership.is_local(p)]
-            stash = GradientStash(local)
-            try:
-                backward(*args, **kwargs)
-                self._average_over_replicas(local)
-                self._reduce_gradients()
-                stash.close()
-                stash.install(1.0)
-            finally:
-                depth -= 1
-
-        self._engine_backward = reduced
-        torch.autograd.backward = reduced  # type: ignore[assignment]
+    def _around_backward(self, backward: Callable[[], None]) -> None:
+        """Reduces what a backward of a manual step adds to the gradients."""
+        local = [p for p in self.ownership.parameters() if self.ownership.is_local(p)]
+        stash = GradientStash(local)
         try:
-            yield
-        finally:
-            torch.autograd.backward = backward
+            backward()
+            self._average_over_replicas(local)
+            self._reduce_gradients()
+        except BaseException:
+            stash.restore()
+            raise
+        stash.close()
+        stash.install(1.0)
 
     def _average_over_replicas(self, parameters: list[nn.Parameter]) -> None:
         if self.groups.dp_size > 1:
@@ -577,7 +565,7 @@ class StrategyCore:
 
     def _stepper(self, name: str) -> Stepper:
         return Stepper(
-            module=self.lightning_module, engine=self._engine, device=self.root_device,
+            module=self.lightning_module, engine=self._engine, seeding=self._seeding,
             precision=self._precision_context(name),
         )  # fmt: skip
 
@@ -630,7 +618,9 @@ class StrategyCore:
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step; norms that hooks compute in it are global."""
         group = self.groups.pp if self.groups.pp_size > 1 else None
-        with global_clip(self.ownership, group):
+        run = None if self._runtime is None else self._runtime.active_run()
+        outside = nullcontext() if run is None else run.context.outside_outer_mode()
+        with global_clip(self.ownership, group), outside:
             return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
 
     # ---- checkpoints --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.autograd import backward as torch_backward
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 __all__ = ["Segment", "arrive", "reachable_edges"]
@@ -79,7 +80,7 @@ class Segment:
             gradients.append(loss_seed)
         self.gradients = {}
         if roots:
-            torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
+            torch_backward(roots, gradients, retain_graph=retain_graph)
 
 
 def arrive(payload: torch.Tensor, segment: Segment, edge: int) -> torch.Tensor:

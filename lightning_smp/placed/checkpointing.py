@@ -30,7 +30,7 @@ def checkpoint_generator(
     run: MicrobatchRun, original: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[None]:
     """Wraps torch's generator: notes the region's calls, and replays them on recomputation."""
-    region: list[tuple[Entry, int, Any]] = []
+    region: list[tuple[Entry, int | None, Any]] = []
     locals_: dict[int, torch.Tensor] = {}
 
     def recompute(*inner_args: Any, **inner_kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ class Replay:
     def __init__(
         self,
         run: MicrobatchRun,
-        region: list[tuple[Entry, int, Any]],
+        region: list[tuple[Entry, int | None, Any]],
         locals_: dict[int, torch.Tensor],
     ) -> None:
         self.run = run

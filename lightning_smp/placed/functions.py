@@ -12,6 +12,7 @@ __all__ = [
     "DYNAMIC",
     "MASKED",
     "METADATA",
+    "ON_PARAMETERS",
     "READS",
     "REFUSED",
     "function_name",
@@ -79,6 +80,13 @@ MASKED: frozenset[Any] = frozenset(
 )  # fmt: skip
 """Functions whose result's shape depends on how many elements of a plain operand are set."""
 
+ON_PARAMETERS: frozenset[Any] = frozenset(
+    {T.requires_grad.__set__, T.requires_grad_, T.grad.__get__, T.grad.__set__, T.grad.__delete__,
+     T.register_hook, T.register_post_accumulate_grad_hook, T.retain_grad,
+     T.untyped_storage, T.data_ptr}  # type: ignore[attr-defined]
+)  # fmt: skip
+"""What is done to a parameter object itself, on every rank alike, whether it is real there or not."""
+
 BACKWARD: frozenset[Any] = frozenset({T.backward})
 
 REFUSED: dict[Any, str] = {
@@ -89,7 +97,6 @@ REFUSED: dict[Any, str] = {
     torch.as_strided: "strides of a copy on another rank differ",
     T.set_: "the storage of one rank would be replaced",
     T.share_memory_: "there is no storage on the other ranks",
-    T.register_hook: "the hook would run on one rank only",
     T.register_post_accumulate_grad_hook: "the hook would run on one rank only",
     T.retain_grad: ".grad of an intermediate tensor would exist on one rank only",
     T.__dlpack__: "there is no storage on the other ranks",

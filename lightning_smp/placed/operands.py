@@ -87,8 +87,12 @@ class Operands:
 
     def share(self, value: Value, other: Value) -> None:
         """``value`` shares storage with another value."""
-        value.group = other.group
-        value.group.size += 1
+        group = other.group
+        if not group.members:
+            group.members[other.index] = other
+        group.members[value.index] = value
+        group.size += 1
+        value.group = group
 
 
 def scan(operands: Operands, obj: Any, count_masks: bool) -> Any:
@@ -96,6 +100,8 @@ def scan(operands: Operands, obj: Any, count_masks: bool) -> Any:
     kind = type(obj)
     if kind is PlacedTensor:
         value = obj._value
+        if value.run is not operands.run and value.is_adopted:
+            value = operands.run.inherit(obj)
         if value.run is not operands.run:
             raise UnsupportedError(
                 f"{obj!r} was kept from another microbatch or step and used in microbatch "

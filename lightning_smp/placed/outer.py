@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.placed.checkpointing import checkpoint_generator
-from lightning_smp.placed.functions import BACKWARD, METADATA, function_name
+from lightning_smp.placed.functions import BACKWARD, METADATA, ON_PARAMETERS, function_name
 from lightning_smp.placed.run import MicrobatchRun
 from lightning_smp.placed.tensor import PlacedTensor
 
@@ -55,13 +55,17 @@ class OuterMode(TorchFunctionMode):
             if isinstance(result, T) and result.requires_grad:
                 run.context.note_plain(result)
             return result
+        if func in ON_PARAMETERS and not isinstance(args[0], PlacedTensor):
+            return func(*args, **kwargs)
+        if func is T.register_hook:
+            return run.register_hook(args[0], args[1])
         if func in BACKWARD:
             return run.context.backward(run, *args, **kwargs)
         if func is T.__iter__:
             return iter(run.call(torch.unbind, args, {}))
         if func is T.__format__ and args[0].dim() > 0:
             return object.__format__(args[0], args[1])
-        if func is _GRAD:
+        if func == _GRAD:
             return None
         if func in _IDENTITY and type(args[0]) is PlacedTensor and len(args) == 1 and not kwargs:
             return args[0]

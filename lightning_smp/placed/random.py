@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DrawState", "MicrobatchStreams", "isolated_draws", "mix_seed"]
+__all__ = ["DrawState", "isolated_draws", "mix_seed", "seed_everywhere"]
 
 _MASK = (1 << 64) - 1
 
@@ -84,49 +84,6 @@ class DrawState:
         state._torch = data[2]
         state._cuda = data[3]
         return state
-
-
-class MicrobatchStreams:
-    """The replicated stream, one for each microbatch, so that their order does not matter.
-
-    A single microbatch draws from the default generators as they are. Several get streams of their
-    own, seeded by one draw.
-
-    Args:
-        count: number of microbatches.
-        device: the run's device.
-    """
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self._device = device
-        self._single = count == 1
-        self._seed = 0 if self._single else int(torch.randint(1 << 62, (), dtype=torch.int64))
-        self._states: dict[int, DrawState] = {}
-        self._outside: DrawState | None = None
-
-    def enter(self, microbatch: int) -> None:
-        """The microbatch's code runs from here."""
-        if self._single:
-            return
-        self._outside = DrawState(self._device)
-        state = self._states.get(microbatch)
-        if state is not None:
-            state.restore()
-        else:
-            seed_everywhere(mix_seed(self._seed, microbatch), self._device)
-
-    def leave(self, microbatch: int) -> None:
-        """The microbatch's code stops here, for now or for good."""
-        if not self._single:
-            self._states[microbatch] = DrawState(self._device)
-            assert self._outside is not None
-            self._outside.restore()
-
-    def digest(self) -> int:
-        """A hash that is equal on ranks which drew the same numbers."""
-        if self._single:
-            return DrawState(self._device).digest()
-        return mix_seed(*(self._states[m].digest() for m in sorted(self._states)))
 
 
 def seed_everywhere(seed: int, device: torch.device) -> None:

@@ -8,7 +8,6 @@ as the program says, with no message about messages.
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,7 @@ from lightning_smp.placed.functions import (
 )
 from lightning_smp.placed.operands import Operands, scan
 from lightning_smp.placed.outcome import describe, matches, outcome_from_plain, outcome_to_plain
-from lightning_smp.placed.random import isolated_draws, mix_seed
+from lightning_smp.placed.random import DrawState, isolated_draws, mix_seed
 from lightning_smp.placed.structure import build, map_tensors
 from lightning_smp.placed.tensor import PlacedTensor, Value, adopt, spec_of
 from lightning_smp.placed.units import UnitEntry
@@ -64,12 +63,12 @@ class MicrobatchRun:
         self.opaque_objects: list[Any] = []
         self.parameters: dict[int, Value] = {}
         self.calls_of_unit: dict[int, int] = {}
-        self.adopted: list[weakref.ref[torch.Tensor]] = []
-        self.region: list[tuple[Entry, int, Any]] | None = None
+        self.region: list[tuple[Entry, int | None, Any]] | None = None
         self.in_unit: UnitEntry | None = None
         self.sent_versions: list[tuple[int, Any, int]] = []
         self.dynamic = False
         self.drew = False
+        self.boundary_draws: int | None = None
         self.sent: set[int] = set()
         self.program_loss: tuple[int, int] | None = None
 
@@ -122,6 +121,24 @@ class MicrobatchRun:
             for index in list(segment.left):
                 if edges[index].consumed >= position:
                     del segment.left[index]
+
+    def planted(self) -> list[tuple[str, str]]:
+        """(module, attribute) of the tensors that units leave in their attributes."""
+        names = {unit.index: unit.name for unit in self.context.runtime.units}
+        return [
+            (f"{names[entry.key[0][1]]}.{path}".rstrip("."), attribute)
+            for entry in self.entries
+            for path, attribute, _ in entry.outcome.escapes
+        ]
+
+    def note_boundary(self) -> None:
+        """A segment begins somewhere; draws of outer code after this would lose their order."""
+        if self.boundary_draws is None:
+            self.boundary_draws = DrawState(self.context.device).digest()
+
+    def draws_late(self) -> bool:
+        """Whether outer code drew random numbers after the first boundary of segments."""
+        return self.boundary_draws not in (None, DrawState(self.context.device).digest())
 
     def note_loss(self, loss: Any) -> None:
         """Marks the value that the backward starts from."""
@@ -193,12 +210,11 @@ class MicrobatchRun:
             value.holders[rank] = value.group.version
             value.segments[rank] = edge.target[1]
         if entry.home == me or entry.home == EVERYWHERE:
-            seed = self._seed(target, position)
-            guard = entry.outcome.random or type(target) is UnitEntry
-            result = self._execute(target, args, kwargs, operands, seed if guard else None)
+            seed = self._seed(target)
+            result = self._execute(target, args, kwargs, operands, seed)
             return self._wrap_real(entry, target, result, operands, position, seed)
-        self._seed(target, position)
-        return self._wrap_specs(entry, target, operands, position)
+        self._seed(target)
+        return self._wrap_specs(entry, target, args, kwargs, operands, position)
 
     def _depart_parameters(self, entry: Entry, position: int, operands: Operands) -> None:
         for edge in entry.departures:
@@ -222,19 +238,20 @@ class MicrobatchRun:
         home = EVERYWHERE if is_read else self._choose_home(operands, changes, target)
         targets = range(self.num_ranks) if home == EVERYWHERE else (home,)
         arrivals, new_segments = self._transfers(operands, targets, position)
-        seed = self._seed(target, position)
+        seed = self._seed(target)
         entry = Entry(key, home, Outcome(["c", None], ()), arrivals, new_segments)
         self.entries.append(entry)
         if type(target) is UnitEntry:
             entry.cost = target.cost
         if home in (self.rank, EVERYWHERE):
             result = self._execute(target, args, kwargs, operands, seed)
-            entry.outcome = describe(self, target, result, operands, changes)
+            if not is_read:
+                entry.outcome = describe(self, target, result, operands, changes)
         if home != EVERYWHERE:
             entry.outcome = self._agree_on_call(entry, target)
         if home in (self.rank, EVERYWHERE):
             return self._wrap_real(entry, target, result, operands, position, seed)
-        return self._wrap_specs(entry, target, operands, position)
+        return self._wrap_specs(entry, target, args, kwargs, operands, position)
 
     def _agree_on_call(self, entry: Entry, target: Any) -> Outcome:
         """The home publishes what the call did; all check that they made the same call."""
@@ -261,7 +278,7 @@ class MicrobatchRun:
                 continue
             if value.stages:
                 held = value if held is None else held
-            elif latest is None or value.produced > latest.produced:
+            elif latest is None or self._is_later(value, latest):
                 latest = value
         first = operands.values[0] if changes and operands.values else None
         if first is not None and (first.group.size > 1 or first.stages):
@@ -281,6 +298,18 @@ class MicrobatchRun:
             return latest.home
         return EVERYWHERE if held is None else held.home
 
+    def _is_later(self, value: Value, other: Value) -> bool:
+        """Whether a call on both should rather run where ``value`` lives.
+
+        That is downstream, so that sums over stages do not go back and forth.
+        """
+        if value.node != other.node:
+            if self.tracker.leads(other.node, value.node):
+                return True
+            if self.tracker.leads(value.node, other.node):
+                return False
+        return value.produced > other.produced
+
     def _transfers(
         self, operands: Operands, targets: Any, position: int
     ) -> tuple[tuple[Edge, ...], tuple[int, ...]]:
@@ -299,6 +328,8 @@ class MicrobatchRun:
                 if moves and self.tracker.connect(value.node, rank):
                     new_segments.append(rank)
                 pending.append((ordinal, rank, moves))
+        if new_segments and not self.following:
+            self.note_boundary()
         if self.rank in new_segments:
             for _ in range(new_segments.count(self.rank)):
                 self._enter_segment()
@@ -323,7 +354,7 @@ class MicrobatchRun:
             source = (rank, value.segments.get(rank, target[1]))
             if not spec.requires_grad or source == target:
                 return None
-        produced = position if value.produced < 0 else value.produced
+        produced = position if value.ready < 0 else value.ready
         edge = Edge(len(self.edges), value.index, source, target, produced, position, spec, ordinal)
         self.edges.append(edge)
         self.sent_versions.append((edge.index, value.group, value.group.version))
@@ -366,13 +397,13 @@ class MicrobatchRun:
 
     # ---- executing -----------------------------------------------------------------------
 
-    def _seed(self, target: Any, position: int) -> int:
-        context = self.context
-        if type(target) is UnitEntry:
-            ordinal = self.calls_of_unit.get(target.index, 0)
-            self.calls_of_unit[target.index] = ordinal + 1
-            return mix_seed(*context.seed, self.index, 1, target.index, ordinal)
-        return mix_seed(*context.seed, self.index, 2, position)
+    def _seed(self, target: Any) -> int | None:
+        """The seed of a unit's own random stream; outer code draws from the replicated one."""
+        if type(target) is not UnitEntry:
+            return None
+        ordinal = self.calls_of_unit.get(target.index, 0)
+        self.calls_of_unit[target.index] = ordinal + 1
+        return mix_seed(*self.context.seed, self.index, target.index, ordinal)
 
     def _execute(
         self, target: Any, args: Any, kwargs: Any, operands: Operands, seed: int | None
@@ -383,28 +414,41 @@ class MicrobatchRun:
         supply = iter(locals_)
         args = map_tensors(args, lambda _: next(supply))
         kwargs = map_tensors(kwargs, lambda _: next(supply))
-        is_unit = type(target) is UnitEntry
         if seed is None:
-            return target(*args, **kwargs)
-        watched = not self.following or (is_unit and target.draws_python)
+            if self.following:
+                return target(*args, **kwargs)
+            before = DrawState(self.context.device)
+            result = target(*args, **kwargs)
+            self.drew = before.digest() != DrawState(self.context.device).digest()
+            return result
+        watched = not self.following or target.draws_python
         with isolated_draws(seed, self.context.device, guard_python=watched) as draws:
-            if is_unit:
-                result = self._execute_unit(target, args, kwargs)
-            else:
-                result = target(*args, **kwargs)
+            result = self._execute_unit(target, args, kwargs)
             if not self.following:
                 self.drew = draws.used()
-                if is_unit:
-                    target.draws_python |= draws.used_python()
+                target.draws_python |= draws.used_python()
         return result
 
+    def _draw_alike(self, target: Any, args: Any, kwargs: Any) -> None:
+        """Advances the replicated stream as the home's call did, on tensors without meaning."""
+
+        def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+            if not isinstance(tensor, PlacedTensor):
+                return tensor
+            with torch._C.DisableTorchFunctionSubclass():
+                return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+        with torch.no_grad():
+            target(*map_tensors(args, stand_in), **map_tensors(kwargs, stand_in))
+
     def replay(
-        self, replay: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int
-    ) -> Any:
+        self, replay: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
+        seed: int | None,
+    ) -> Any:  # fmt: skip
         """Runs a call again on real operands, for activation checkpointing."""
+        if seed is None:
+            return target(*args, **kwargs)
         with isolated_draws(seed, self.context.device, guard_python=True):
-            if type(target) is not UnitEntry:
-                return target(*args, **kwargs)
             replay.in_unit = target
             try:
                 return target.run(args, kwargs, observe=False)
@@ -421,8 +465,9 @@ class MicrobatchRun:
     # ---- results -------------------------------------------------------------------------
 
     def _wrap_real(
-        self, entry: Entry, target: Any, result: Any, operands: Operands, position: int, seed: int
-    ) -> Any:
+        self, entry: Entry, target: Any, result: Any, operands: Operands, position: int,
+        seed: int | None,
+    ) -> Any:  # fmt: skip
         if entry.home == EVERYWHERE and target in READS:
             return result
         outcome = entry.outcome
@@ -439,8 +484,12 @@ class MicrobatchRun:
             )
         return self._finish(entry, target, operands, position, real, seed)
 
-    def _wrap_specs(self, entry: Entry, target: Any, operands: Operands, position: int) -> Any:
-        return self._finish(entry, target, operands, position, None, 0)
+    def _wrap_specs(
+        self, entry: Entry, target: Any, args: Any, kwargs: Any, operands: Operands, position: int
+    ) -> Any:
+        if entry.outcome.random and type(target) is not UnitEntry:
+            self._draw_alike(target, args, kwargs)
+        return self._finish(entry, target, operands, position, None, None)
 
     def _finish(
         self,
@@ -449,7 +498,7 @@ class MicrobatchRun:
         operands: Operands,
         position: int,
         real: list[torch.Tensor] | None,
-        seed: int,
+        seed: int | None,
     ) -> Any:
         """Wraps the result, notes what was changed in place and sends what others wait for."""
         outcome = entry.outcome
@@ -478,7 +527,7 @@ class MicrobatchRun:
         if real is not None and entry.departures and self.following:
             for edge in entry.departures:
                 if edge.source[0] == self.rank and edge.consumed != position:
-                    self._send(made[edge.value], edge)
+                    self._send(_find(edge.value, made), edge)
         if type(target) is UnitEntry and outcome.escapes:
             target.plant(outcome.escapes, leaves, operands.objects)
         result = build(outcome.template, leaves, operands.objects)
@@ -522,11 +571,12 @@ class MicrobatchRun:
                 "sent and received in between; its gradient would be cut. Use the out-of-place form."
             )
         value.group.version += 1
+        value.group.changed = position
         value.node = self._home_node(home)
         value.produced = position
         self._note_segments(value, home)
         mine = operands.local_of(ordinal)
-        if mine is not None and home in (self.rank, EVERYWHERE):
+        if mine is not None and mine is not tensor and home in (self.rank, EVERYWHERE):
             value.local = mine
         with torch._C.DisableTorchFunctionSubclass():
             if isinstance(tensor, PlacedTensor) and tensor.requires_grad != requires_grad:
@@ -544,10 +594,21 @@ class MicrobatchRun:
         value = Value(self, self.num_values, home, self._home_node(home))
         self.num_values += 1
         if home in (self.rank, EVERYWHERE):
-            with torch._C.DisableTorchFunctionSubclass():
-                value.local = tensor.detach()
+            with torch.enable_grad():
+                value.local = tensor.view_as(tensor)  # the object itself becomes the placed one
+        value.is_adopted = True
         adopt(tensor, value)
-        self.adopted.append(weakref.ref(tensor))
+        return value
+
+    def inherit(self, tensor: PlacedTensor) -> Value:
+        """An adopted tensor (a buffer, say) goes on in this microbatch where the last left it."""
+        former = tensor._value
+        value = Value(self, self.num_values, former.home, (max(former.home, 0), 0))
+        self.num_values += 1
+        value.is_adopted = True
+        if former.local is not None:
+            value.local = former.local.detach()
+        tensor._value = value
         return value
 
     def _label(self, target: Any) -> str:
@@ -569,8 +630,36 @@ class MicrobatchRun:
             self.parameters[id(tensor)] = value
         return value
 
+    def register_hook(self, tensor: PlacedTensor, hook: Any) -> Any:
+        """A hook on the gradient of a placed tensor: runs on its home, with the whole gradient."""
+        value = tensor._value
+        if value.home != self.rank:
+            return _NoHandle()
+        if value.segments[self.rank] != value.node[1]:
+            raise UnsupportedError(
+                f"register_hook on {tensor!r} after its stage has sent and received in between: the "
+                "hook would see part of the gradient. Register it where the tensor is made."
+            )
+        assert value.local is not None
+        return value.local.register_hook(hook)
+
     def read(self, tensor: PlacedTensor) -> torch.Tensor:
         """The real numbers on this rank; collective over the pipeline group."""
         with self.context.outside_outer_mode():
             result: torch.Tensor = self.call(read_everywhere, (tensor,), {})
         return result
+
+
+class _NoHandle:
+    """The handle of a hook that is registered on another rank."""
+
+    def remove(self) -> None:
+        """There is nothing to remove here."""
+
+
+def _find(index: int, made: dict[int, Value]) -> Value:
+    """A value that a call has made or changed, or one that shares storage with such."""
+    found = made.get(index)
+    if found is None:
+        found = next(v.group.members[index] for v in made.values() if index in v.group.members)
+    return found

@@ -2,16 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import nn
+
+from lightning_smp.partition.atoms import find_atoms
+from lightning_smp.placed.random import isolated_draws, mix_seed
 
 __all__ = ["SeededUnits"]
 
 
 class SeededUnits:
-    """Placeholder until wired."""
+    """Wraps the ``forward`` of each unit of a whole model.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    Args:
+        module: the LightningModule.
+        device: the run's device.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.device = device
+        self.seed: tuple[int, ...] | None = None
+        self.calls: dict[int, int] = {}
+        self._entries = [_SeededForward(self, atom.index, atom.module) for atom in find_atoms(module)]
 
     def install(self) -> None:
-        return
+        """Puts the wrappers in the place of the units' forwards."""
+        for entry in self._entries:
+            entry.module.__dict__["forward"] = entry
+
+    def remove(self) -> None:
+        """Gives the units their forwards back."""
+        for entry in self._entries:
+            entry.remove()
+
+    def begin(self, seed: tuple[int, ...]) -> None:
+        """A microbatch begins."""
+        self.seed = seed
+        self.calls = {}
+
+
+class _SeededForward:
+    def __init__(self, owner: SeededUnits, index: int, module: nn.Module) -> None:
+        self.module = module
+        self._owner = owner
+        self._index = index
+        self._original: Callable[..., Any] = module.forward
+        self._draws_python: bool | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = self._owner
+        if owner.seed is None:
+            return self._original(*args, **kwargs)
+        ordinal = owner.calls.get(self._index, 0)
+        owner.calls[self._index] = ordinal + 1
+        seed = mix_seed(*owner.seed, self._index, ordinal)
+        guard = self._draws_python is not False
+        with isolated_draws(seed, owner.device, guard_python=guard) as draws:
+            result = self._original(*args, **kwargs)
+            if self._draws_python is None:
+                self._draws_python = draws.used_python()
+        return result
+
+    def remove(self) -> None:
+        if getattr(self._original, "__self__", None) is self.module:
+            self.module.__dict__.pop("forward", None)
+        else:
+            self.module.__dict__["forward"] = self._original
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of the module draws as usual; its forward is its own, not the original's.
+        copied = memo.get(id(self.module))
+        return self._original if copied is None else _own_forward(copied)
+
+    def __reduce__(self) -> Any:
+        return (_own_forward, (self.module,))
+
+
+def _own_forward(module: nn.Module) -> Any:
+    return type(module).forward.__get__(module)

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_smp.errors import UnsupportedError
+
 __all__ = ["AttributeSwap", "AttributeWatch"]
 
 _MISSING = object()
@@ -33,31 +35,48 @@ class AttributeWatch:
 
 
 class AttributeSwap:
-    """Gives each microbatch its own view of the attributes that the step writes.
+    """Gives each suspended microbatch back the attributes that it has written.
+
+    What a microbatch has not written before it was suspended it finds as the others left it, so
+    that a counter goes on counting.
 
     Args:
         names: (module, attribute) pairs.
-        modules: name -> module.
+        root: the module that the names start from.
     """
 
-    def __init__(
-        self, names: Iterable[tuple[str, str]], modules: dict[str, nn.Module] | None = None
-    ) -> None:
-        self._places = [((modules or {})[module], name) for module, name in names]
-        self._saved: dict[int, list[Any]] = {}
+    def __init__(self, names: Iterable[tuple[str, str]], root: nn.Module | None = None) -> None:
+        self._places = [
+            (f"{module}.{name}".lstrip("."), root.get_submodule(module), name)
+            for module, name in names
+            if root is not None
+        ]
+        self._own: dict[int, dict[str, Any]] = {}
+        self._found: dict[str, Any] = {}
 
     def enter(self, microbatch: int) -> None:
-        """The microbatch goes on: puts its attributes back, if it was suspended before."""
-        saved = self._saved.pop(microbatch, None)
-        if saved is None:
-            return
-        for (module, name), held in zip(self._places, saved, strict=True):
-            if held is not _MISSING:
-                setattr(module, name, held)
+        """The microbatch begins or goes on."""
+        own = self._own.get(microbatch, {})
+        for path, module, name in self._places:
+            if path in own:
+                setattr(module, name, own[path])
+            self._found[path] = module.__dict__.get(name, _MISSING)
 
     def leave(self, microbatch: int) -> None:
-        """The microbatch is suspended: keeps its attributes."""
-        if self._places:
-            self._saved[microbatch] = [
-                module.__dict__.get(name, _MISSING) for module, name in self._places
-            ]
+        """The microbatch is suspended or has ended.
+
+        Raises:
+            UnsupportedError: a number was written both before and after a suspension; counting
+                over microbatches that take turns would lose some.
+        """
+        own = self._own.setdefault(microbatch, {})
+        for path, module, name in self._places:
+            held = module.__dict__.get(name, _MISSING)
+            if held is self._found[path] or held is _MISSING:
+                continue
+            if path in own and isinstance(held, (int, float)):
+                raise UnsupportedError(
+                    f"the step changes the number `{path}` several times, and other microbatches "
+                    "run in between. Change it once in a step, or set microbatches=1."
+                )
+            own[path] = held

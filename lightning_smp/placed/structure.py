@@ -39,8 +39,6 @@ def take_apart(
         return ["S", list(result)]
     if isinstance(result, _CONSTANTS):
         return ["c", result]
-    if id(result) in operands:
-        return ["o", operands[id(result)]]
 
     def inner(item: Any) -> Any:
         return take_apart(item, leaf, operands, origin)
@@ -61,6 +59,8 @@ def take_apart(
         return ["D", _class_name(kind), [[f, inner(getattr(result, f))] for f in fields]]
     if isinstance(result, dict):
         return ["m", _class_name(kind), [[key, inner(item)] for key, item in result.items()]]
+    if id(result) in operands:
+        return ["o", operands[id(result)]]
     raise UnsupportedError(
         f"{origin} returned a {kind.__module__}.{kind.__qualname__}, which the other stages cannot "
         "rebuild. Return tensors in tuples, lists, dicts, named tuples or dataclasses."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,14 +21,18 @@ class AliasGroup:
 
     Attributes:
         version: counts in-place changes to any of them.
+        changed: ordinal of the call that made the last change, -1 if there was none.
+        members: ordinal of a value -> the value, while the step holds it.
         size: how many values have ever shared it.
         of_plain: whether the storage is that of a tensor which all ranks hold.
     """
 
-    __slots__ = ("of_plain", "size", "version")
+    __slots__ = ("changed", "members", "of_plain", "size", "version")
 
     def __init__(self) -> None:
         self.version = 0
+        self.changed = -1
+        self.members: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()
         self.size = 1
         self.of_plain = False
 
@@ -44,12 +49,13 @@ class Value:
         produced: ordinal of the call that made the present version, -1 for a parameter.
         segments: rank -> the segment that its tensor belongs to.
         stages: for a parameter or buffer, the stages where it is real.
+        is_adopted: whether it belongs to a tensor object that was plain before.
         local: this rank's tensor, if it has one.
     """
 
     __slots__ = (
-        "group", "holders", "home", "index", "local", "name", "node", "produced", "run",
-        "segments", "stages",
+        "__weakref__", "group", "holders", "home", "index", "is_adopted", "local", "name", "node", "produced",
+        "run", "segments", "stages",
     )  # fmt: skip
 
     def __init__(self, run: MicrobatchRun, index: int, home: int, node: SegmentNode) -> None:
@@ -62,8 +68,14 @@ class Value:
         self.holders: dict[int, int] = {}
         self.stages: tuple[int, ...] = ()
         self.name = ""
+        self.is_adopted = False
         self.segments: dict[int, int] = {node[0]: node[1]}
         self.local: torch.Tensor | None = None
+
+    @property
+    def ready(self) -> int:
+        """Ordinal of the call after which the present version can be sent, -1 from the start."""
+        return max(self.produced, self.group.changed)
 
     def is_current_on(self, rank: int) -> bool:
         """Whether the rank holds the present version."""
@@ -152,7 +164,8 @@ def adopt(tensor: torch.Tensor, value: Value) -> None:
     tensor._value = value  # type: ignore[attr-defined]
 
 
-def release(tensor: torch.Tensor) -> None:
-    """Turns an adopted tensor object back into a plain one."""
+def release(tensor: torch.Tensor, numbers: torch.Tensor) -> None:
+    """Turns an adopted tensor object back into a plain one with these numbers."""
     del tensor._value  # type: ignore[attr-defined]
     tensor.__class__ = torch.Tensor
+    tensor.data = numbers.to(tensor.device)
