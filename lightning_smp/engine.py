@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_smp.channels import Channels
 from lightning_smp.control import Control
 from lightning_smp.errors import CommunicationError, SMPError, UnsupportedError
 from lightning_smp.fiber import Fiber, FiberPool
+from lightning_smp.finality import final_parameters
 from lightning_smp.messages import (
     backward_order,
     forward_messages,
@@ -54,6 +56,7 @@ class StepPlan:
         loss_seed: gradient of each microbatch's loss, given what the body returned.
         record: record every microbatch, call by call.
         around_backward: runs a backward that the step itself asked for.
+        on_final: called with parameters of units that no more gradient will come to.
     """
 
     name: str
@@ -64,6 +67,7 @@ class StepPlan:
     loss_seed: Callable[[int, Any], torch.Tensor] | None = None
     record: bool = False
     around_backward: Callable[[Callable[[], None]], None] | None = None
+    on_final: Callable[[list[nn.Parameter]], None] | None = None
 
 
 class PipelineEngine:
@@ -186,6 +190,7 @@ class _Step:
         self.deviations: dict[int, tuple[int, str]] = {}
         self.row: Sequence[Action] = ()
         self.cursor = 0
+        self.final: dict[int, list[nn.Parameter]] = {}
         self.settled = False
         self.swap = AttributeSwap(())
 
@@ -254,6 +259,9 @@ class _Step:
                 messages = inbound(row, self.programs, sender, self.rank)
                 self.channels.expect(sender, ((key, edge.spec) for key, edge in messages))
         self.row = schedule.ranks[self.rank]
+        if self.plan.on_final is not None:
+            units = {unit.index: unit for unit in self.runtime.units}
+            self.final = final_parameters(self.row, self.programs, self.rank, units)
         names = {name for program in self.programs for name in program.attributes}
         self.swap = AttributeSwap(sorted(names), self.runtime.outer_modules[""])
         self.loop()
@@ -265,8 +273,12 @@ class _Step:
             self.cursor += 1
             if action.kind == "F":
                 self._forward(action)
-            else:
-                self._backward(action)
+                continue
+            self._backward(action)
+            final = self.final.get(self.cursor - 1)
+            if final and not self.deviations:
+                assert self.plan.on_final is not None
+                self.plan.on_final(final)
         if not self.settled:
             self.settle()
 

@@ -126,7 +126,7 @@ class SMPConfig:
         Number(0, above_low=True), 25.0, "MiB of gradients that are reduced together"
     )
     drop_last: bool = key(
-        Flag(), False, "drop samples that do not fill a batch on every replica and microbatch"
+        Flag(), True, "drop samples that do not fill a batch on every replica and microbatch"
     )
     batch_source: Literal["each", "leader"] = key(
         Choice(("each", "leader")),

@@ -31,12 +31,14 @@ class StepOutput:
         loss: the loss of the batch, or None.
         weight: what the loss is a mean over: samples, or the sum of ``loss_weight``.
         scale: what gradients made in the step must be multiplied by.
+        weighted: whether the step returned ``loss_weight``.
     """
 
     result: Any
     loss: torch.Tensor | None
     weight: float
     scale: float
+    weighted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,7 @@ class Stepper:
         backward: bool,
         loss_scale: float = 1.0,
         around_backward: Callable[[Callable[[], None]], None] | None = None,
+        on_final: Callable[[list[nn.Parameter], float], None] | None = None,
     ) -> StepOutput:
         """Runs ``module.<name>`` over a batch. Collective over pp.
 
@@ -78,6 +81,7 @@ class Stepper:
             backward: whether to run the backward of the loss.
             loss_scale: factor of every gradient.
             around_backward: for steps that call backward themselves: runs such a backward.
+            on_final: called with parameters whose gradients are final, and the batch's samples.
         """
         pieces = split_batch(args[0], microbatches, allow_uneven=allow_uneven)
         total = sum(piece.num_samples for piece in pieces)
@@ -97,7 +101,8 @@ class Stepper:
                 with _rerouted_backward(around_backward):
                     results = self._run_here(bodies, seed, None)
             elif self.engine is None:
-                results = self._run_here(bodies, seed, loss_seed if backward else None)
+                final = None if on_final is None else lambda p: on_final([p], float(total))
+                results = self._run_here(bodies, seed, loss_seed if backward else None, final)
             else:
                 specs = [self._spec(name, piece.value) for piece in pieces]
                 results = self.engine.step(
@@ -106,6 +111,8 @@ class Stepper:
                         loss_of=loss_of if backward else None,
                         loss_seed=loss_seed if backward else None,
                         record=around_backward is not None, around_backward=around_backward,
+                        on_final=None if on_final is None
+                        else lambda parameters: on_final(parameters, float(total)),
                     )
                 )  # fmt: skip
         return self._conclude(results, pieces, total, buffer, name == "training_step")
@@ -126,8 +133,9 @@ class Stepper:
         return body
 
     def _run_here(
-        self, bodies: list[Callable[[], Any]], seed: tuple[int, ...], loss_seed: Any
-    ) -> list[Any]:
+        self, bodies: list[Callable[[], Any]], seed: tuple[int, ...], loss_seed: Any,
+        on_final: Callable[[nn.Parameter], None] | None = None,
+    ) -> list[Any]:  # fmt: skip
         """A single stage: plain accumulation over the microbatches."""
         results = []
         for m, body in enumerate(bodies):
@@ -136,7 +144,9 @@ class Stepper:
             result = body()
             loss = loss_of(result)
             if loss_seed is not None and loss is not None:
-                torch.autograd.backward(loss, loss_seed(m, result))
+                last = m == len(bodies) - 1
+                with _watch_gradients(self.module, on_final if last else None):
+                    torch.autograd.backward(loss, loss_seed(m, result))
             results.append(map_tensors(result, torch.Tensor.detach) if loss_seed else result)
         return results
 
@@ -166,6 +176,23 @@ class Stepper:
         if self.engine is None:
             return [tensor.detach() for tensor in tensors]
         return self.engine.fetch(tensors)
+
+
+@contextmanager
+def _watch_gradients(
+    module: nn.Module, on_final: Callable[[nn.Parameter], None] | None
+) -> Iterator[None]:
+    """Calls ``on_final`` with each parameter whose gradient the backward inside completes."""
+    handles = [
+        parameter.register_post_accumulate_grad_hook(on_final)
+        for parameter in module.parameters()
+        if on_final is not None and parameter.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -278,4 +305,4 @@ def _merge_losses(results: list[Any], sizes: list[int], total: int) -> StepOutpu
         result: Any = {"loss": loss, **merge_outputs(extra, sizes)}
     else:
         result = loss
-    return StepOutput(result, loss, weight, scale)
+    return StepOutput(result, loss, weight, scale, weighted)

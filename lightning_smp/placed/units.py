@@ -98,6 +98,10 @@ class UnitEntry:
             "Save `trainer.strategy.lightning_module_state_dict()` instead."
         )
 
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that get gradients."""
+        return [p for p in self._parameters if p.requires_grad]
+
     def run(self, args: Any, kwargs: Any, *, observe: bool) -> Any:
         """Runs the unit for real; ``observe`` notes tensors that it leaves in its attributes."""
         if self._planted:

@@ -80,6 +80,7 @@ class Case:
     rtol: float = 1e-9
     validates: bool = False
     compares_losses: bool = True
+    may_be_refused: bool = False  # an UnsupportedError is an answer too: equal, or refused by name
     trainer: Mapping[str, Any] = field(default_factory=dict)
     strategy: Mapping[str, Any] = field(default_factory=dict)
 

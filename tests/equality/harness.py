@@ -40,6 +40,7 @@ __all__ = [
     "train_smp_cases",
 ]
 
+_CASES_PER_START = 20
 Outcome = list["Result"] | str  # one result per rank, or why there is none
 
 
@@ -139,13 +140,21 @@ def train_smp_cases(
 def run_layout(names: Sequence[str], layout: Layout, folder: Path) -> dict[str, Outcome]:
     """Train cases with smp in new processes and return each one's outcome.
 
-    A case that fails or hangs costs the others only a new start of the ranks.
+    A case that fails or hangs costs the others only a new start of the ranks. They train a few
+    cases per start, so that a hang is noticed soon.
     """
+    outcomes: dict[str, Outcome] = {}
+    for first in range(0, len(names), _CASES_PER_START):
+        outcomes.update(_run_few(names[first : first + _CASES_PER_START], layout, folder))
+    return outcomes
+
+
+def _run_few(names: Sequence[str], layout: Layout, folder: Path) -> dict[str, Outcome]:
     outcomes: dict[str, Outcome] = {}
     waiting = list(names)
     while waiting:
         error = "the ranks ended well but stored no result"
-        limit_s = 60.0 + 5.0 * layout.world_size * len(waiting)
+        limit_s = 60.0 + 2.0 * layout.world_size * len(waiting)
         try:
             run_ranks(train_smp_cases, layout.world_size, waiting, layout, folder, timeout=limit_s)
         except RankFailure as failure:

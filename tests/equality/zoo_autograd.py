@@ -131,11 +131,19 @@ class Experts(Trainable):
 
 
 class Force(nn.Module):
-    """Returns the gradient of an inner energy by its input: autograd inside of one module."""
+    """Returns the gradient of an inner energy by its input: autograd inside of one module.
+
+    Its parameters are its own, so that no partition can cut it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.energy = nn.Sequential(block(), nn.Linear(NUM_FEATURES, 1))
+        self.weight = nn.Parameter(0.3 * torch.randn(NUM_FEATURES, NUM_FEATURES))
+        self.readout = nn.Parameter(torch.randn(NUM_FEATURES))
+
+    def energy(self, x: Tensor) -> Tensor:
+        """Return an energy for every row of x [B, NUM_FEATURES]."""
+        return torch.tanh(x @ self.weight) @ self.readout
 
     def forward(self, x: Tensor) -> Tensor:
         """Return -dE/dx [B, NUM_FEATURES]."""
@@ -145,12 +153,25 @@ class Force(nn.Module):
         return -gradient
 
 
-class InnerGradient(Trainable):
-    """A force field between ordinary blocks."""
+class CompositeForce(Force):
+    """The same, of submodules that a partition may put on different stages."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.force, self.leave = block(), Force(), block()
+        del self.weight, self.readout
+        self.layers = nn.Sequential(block(), nn.Linear(NUM_FEATURES, 1))
+
+    def energy(self, x: Tensor) -> Tensor:
+        """Return an energy for every row of x [B, NUM_FEATURES]."""
+        return self.layers(x)
+
+
+class InnerGradient(Trainable):
+    """A force field between ordinary blocks."""
+
+    def __init__(self, force: type[Force]) -> None:
+        super().__init__()
+        self.enter, self.force, self.leave = block(), force(), block()
         self.head = nn.Linear(NUM_FEATURES, NUM_CLASSES)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -177,6 +198,12 @@ CASES: tuple[Case, ...] = (
     case("checkpoint_outer_reentrant", lambda: OuterCheckpoint(use_reentrant=True), points),
     case("hooks_keep_outputs", Hooked, points),
     case("experts_auxiliary_loss", Experts, points),
-    case("inner_gradient", InnerGradient, points),
+    case("inner_gradient", lambda: InnerGradient(Force), points),
+    case(
+        "inner_gradient_composite",
+        lambda: InnerGradient(CompositeForce),
+        points,
+        may_be_refused=True,
+    ),
     case("tensor_hook", TensorHook, points),
 )

@@ -1,0 +1,1 @@
+"""Benchmarks of lightning_smp against its peers; each prints a table."""

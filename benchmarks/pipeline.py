@@ -1,0 +1,122 @@
+"""Prints what a pipelined step costs beside its maths, against torch.distributed.pipelining.
+
+    python -m benchmarks.pipeline [--quick] [--only tiny,heavy,placed]
+
+See benchmarks/README.md for what the columns mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from benchmarks.measure import run_two_ranks
+from benchmarks.placed_host import placed_host_cost
+from benchmarks.two_stage import Setting, compare_steps
+
+__all__ = ["main"]
+
+_TINY = Setting(
+    schedule="1F1B", width=32, rows=4, layers=6, microbatches=8, rounds=15, repeats=4
+)
+_HEAVY = replace(_TINY, width=512, rows=128, layers=6, rounds=11, repeats=1)
+_LAYERS = 48
+
+Rounds = list[dict[str, dict[str, float]]]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the benchmark and prints its tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--only", default="tiny,heavy,placed", help="parts to run, by comma")
+    parser.add_argument("--schedules", default="1F1B,GPipe,2 chunks", help="by comma")
+    options = parser.parse_args(arguments)
+    parts = options.only.split(",")
+    for name, setting in (("tiny", _TINY), ("heavy", _HEAVY)):
+        if name in parts:
+            rounds = 5 if options.quick else setting.rounds
+            _two_stage(name, replace(setting, rounds=rounds), options.schedules.split(","))
+    if "placed" in parts:
+        _placed(rounds=7 if options.quick else 15)
+
+
+def _two_stage(name: str, setting: Setting, schedules: Sequence[str]) -> None:
+    print(f"\n{name} stage: {setting.layers} x Linear({setting.width}) + tanh, "
+          f"{setting.rows} rows a microbatch, {setting.microbatches} microbatches, "
+          f"{setting.rounds} rounds of {setting.repeats} steps")  # fmt: skip
+    columns = ("schedule", "maths", "p2p", "smp", "torch", "ratio", "smp wall", "torch wall",
+               "wall ratio", "smp eff", "torch eff")  # fmt: skip
+    print(_row(columns))
+    for schedule in schedules:
+        ranks = run_two_ranks(compare_steps, replace(setting, schedule=schedule))
+        print(_row((schedule, *_two_stage_figures(ranks, setting.microbatches))))
+
+
+def _two_stage_figures(ranks: list[Any], microbatches: int) -> list[str]:
+    rounds = _by_round(ranks)
+    overhead = {k: _median(rounds, lambda r, k=k: _overhead(r, k)) for k in ("smp", "torch")}
+    ratio = _median(rounds, lambda r: _overhead(r, "smp") / _overhead(r, "torch"))
+    wall_ratio = _median(rounds, lambda r: r["smp"]["wall_us"] / r["torch"]["wall_us"])
+    filled = microbatches / (microbatches + 1)  # m / (m + p - 1)
+
+    def efficiency(name: str) -> float:
+        """The ideal step (maths through a pipeline of two ranks) over the measured one."""
+        return _median(rounds, lambda r: r["maths"]["wall_us"] / filled / r[name]["wall_us"])
+
+    figures = [
+        f"{_median(rounds, lambda r: r['maths']['cpu_us']):.0f}",
+        f"{_median(rounds, lambda r: r['messages']['cpu_us']):.0f}",
+        f"{overhead['smp']:.0f}", f"{overhead['torch']:.0f}", f"{ratio:.2f}",
+        f"{_median(rounds, lambda r: r['smp']['wall_us']):.0f}",
+        f"{_median(rounds, lambda r: r['torch']['wall_us']):.0f}",
+        f"{wall_ratio:.2f}", f"{efficiency('smp'):.3f}", f"{efficiency('torch'):.3f}",
+    ]  # fmt: skip
+    return figures
+
+
+def _placed(*, rounds: int) -> None:
+    print(f"\nplaced execution: rank 1 owns 1 of {_LAYERS} layers; CPU microseconds a microbatch")
+    print(_row(("model", "whole", "maths", "p2p", "outer", "placed")))
+    for family in ("gpt2", "llama"):
+        rank = run_two_ranks(placed_host_cost, family, _LAYERS, 8, rounds)[1]
+        per_round = [{k: rank[k][i]["cpu_us"] for k in rank} for i in range(len(rank["smp"]))]
+        columns = [median(r[k] for r in per_round) for k in ("smp", "maths", "messages", "outer")]
+        placed = median(
+            r["smp"] - r["maths"] - r["messages"] - r["outer"] for r in per_round
+        )
+        print(_row((family, *(f"{value:.0f}" for value in (*columns, placed)))))
+
+
+def _by_round(ranks: list[Any]) -> Rounds:
+    """Per round and contender the mean over the ranks; the maths' wall time is the slower one's."""
+    one, other = ranks
+    return [
+        {
+            name: {
+                "cpu_us": (one[name][i]["cpu_us"] + other[name][i]["cpu_us"]) / 2,
+                "wall_us": max(one[name][i]["wall_us"], other[name][i]["wall_us"]),
+            }
+            for name in one
+        }
+        for i in range(len(one["smp"]))
+    ]
+
+
+def _overhead(costs: dict[str, dict[str, float]], name: str) -> float:
+    return costs[name]["cpu_us"] - costs["maths"]["cpu_us"] - costs["messages"]["cpu_us"]
+
+
+def _median(rounds: Rounds, figure: Callable[[dict[str, dict[str, float]]], float]) -> float:
+    return median(map(figure, rounds))
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"{cells[0]:10s}" + "".join(f"{cell:>11s}" for cell in cells[1:])
+
+
+if __name__ == "__main__":
+    main()

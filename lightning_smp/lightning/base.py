@@ -1,0 +1,109 @@
+"""What the parts of the strategy share: the state of a run, and Lightning's own modules."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_smp.errors import ConfigError
+from lightning_smp.ownership import Ownership
+
+if TYPE_CHECKING:
+    from lightning_smp.config import SMPConfig
+    from lightning_smp.engine import PipelineEngine
+    from lightning_smp.failure import FailureWatch
+    from lightning_smp.groups import Groups
+    from lightning_smp.partition import Partition
+    from lightning_smp.placed.runtime import Runtime
+    from lightning_smp.placed.seeding import SeededUnits
+    from lightning_smp.sharing import SharingGroups
+
+__all__ = ["StrategyState"]
+
+
+class StrategyState:
+    """The attributes that the strategy's parts work on.
+
+    Attributes:
+        config: the configuration.
+        lightning_module: the user's module.
+        parallel_devices: devices of this node's processes.
+    """
+
+    config: SMPConfig
+    lightning_module: Any
+    model: Any
+    accelerator: Any
+    cluster_environment: Any
+    precision_plugin: Any
+    checkpoint_io: Any
+    optimizers: list[Any]
+    parallel_devices: list[torch.device] | None
+    local_rank: int
+    node_rank: int
+    global_rank: int
+    is_global_zero: bool
+    _pl: ModuleType
+    _fabric: ModuleType
+
+    def _start(self, config: SMPConfig, backend: str | None) -> None:
+        """The state before a run."""
+        self.config = config
+        self._backend = backend
+        self._num_nodes = 1
+        self._layer_sync: Any = None
+        self._trainer: Any = None
+        self._groups: Groups | None = None
+        self._ownership: Ownership | None = None
+        self._engine: PipelineEngine | None = None
+        self._runtime: Runtime | None = None
+        self._partition: Partition | None = None
+        self._sharing: SharingGroups | None = None
+        self._seeding: SeededUnits | None = None
+        self._watch: FailureWatch | None = None
+        self._seed = 0
+        self._block_sync = False
+        self._weighted: bool | None = None
+        self._steps_checked = 0
+        self._steps_evaluated = 0
+
+    @property
+    def groups(self) -> Groups:
+        """The process groups of this run.
+
+        Raises:
+            ConfigError: the trainer has not started.
+        """
+        if self._groups is None:
+            raise ConfigError(
+                "the process groups were asked for before the trainer started; they exist from "
+                "`setup` on."
+            )
+        return self._groups
+
+    @property
+    def ownership(self) -> Ownership:
+        """Which stage holds which parameter."""
+        if self._ownership is None:
+            return Ownership.whole(self.lightning_module)
+        return self._ownership
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    def _optimizers_to_device(self, device: torch.device) -> None:
+        move = self._import_fabric("utilities.optimizer")._optimizer_to_device
+        for optimizer in self.optimizers:
+            move(optimizer, device)
+
+    def _import(self, name: str) -> Any:
+        return importlib.import_module(f"{self._pl.__name__}.{name}")
+
+    def _import_fabric(self, name: str) -> Any:
+        return importlib.import_module(f"{self._fabric.__name__}.{name}")

@@ -1,0 +1,160 @@
+"""Ranks, process groups, launch and collectives of the strategy."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_smp.errors import ConfigError, UnsupportedError
+from lightning_smp.failure import FailureWatch
+from lightning_smp.groups import Groups
+from lightning_smp.lightning.base import StrategyState
+from lightning_smp.wire import all_gather_objects, broadcast_object
+
+__all__ = ["Environment"]
+
+
+class Environment(StrategyState):
+    """Who this rank is, and how it talks to the others."""
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether several replicas share the data.
+
+        With one replica the user's own samplers stay, so that the batches are those of one device;
+        Lightning would shuffle every training loader of a distributed strategy.
+        """
+        return self._groups is None or self._groups.dp_size > 1
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, set by the Trainer."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Backend of the groups that carry tensors."""
+        return self._backend
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The ranks of one replica load the same samples."""
+        return {"num_replicas": self.groups.dp_size, "rank": self.groups.dp_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment and the loggers who this rank is."""
+        if self.cluster_environment is not None:
+            rank = self.node_rank * self.num_processes + self.local_rank
+            self.cluster_environment.set_global_rank(rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        for module in (
+            self._import("utilities.rank_zero"), self._import_fabric("utilities.rank_zero")
+        ):  # fmt: skip
+            module.rank_zero_only.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        module = self._import("strategies.launchers.subprocess_script")
+        self._launcher = module._SubprocessScriptLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes
+        )
+
+    def setup_environment(self) -> None:
+        """Makes the process groups. Collective over the world."""
+        super().setup_environment()  # type: ignore[misc]
+        if self.root_device.type == "mps":
+            raise UnsupportedError(
+                "strategy='smp' on MPS: there are no collectives there; use accelerator='cpu'."
+            )
+        self._import_fabric("utilities.seed").reset_seed()
+        self.set_world_ranks()
+        if self._backend is None:
+            self._backend = _default_backend(self.root_device, self.parallel_devices)
+        timeout = timedelta(seconds=self.config.timeout)
+        if not dist.is_initialized():
+            init = self._import_fabric("utilities.distributed")._init_dist_connection
+            init(self.cluster_environment, self._backend, timeout=timeout)
+        if self._groups is None:
+            topology = self.config.topology(dist.get_world_size())
+            self._groups = Groups.build(topology, dist.get_rank(), self._backend, timeout)
+            self._compare_configurations()
+        if self._watch is None:
+            self._watch = FailureWatch(self.global_rank)
+
+    def _compare_configurations(self) -> None:
+        """All ranks must have been given the same configuration."""
+        everyone = all_gather_objects(self.config.as_dict(), self.groups.world_control)
+        different = sorted(
+            key for key, value in everyone[0].items()
+            if any(other[key] != value for other in everyone)
+        )  # fmt: skip
+        if different:
+            values = {key: [config[key] for config in everyone] for key in different}
+            raise ConfigError(
+                f"the ranks were given different configurations: by rank, {values}. Give every "
+                "rank the same arguments and the same SMP_CONFIG."
+            )
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces over the replicas. Collective over ``group``, by default over dp."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        group = self._replicas(group)
+        size = dist.get_world_size(group)
+        if size == 1:
+            return tensor
+        name = reduce_op.lower() if isinstance(reduce_op, str) else None
+        mean = name in ("mean", "avg")
+        op = reduce_op if name is None else getattr(dist.ReduceOp, "SUM" if mean else name.upper())
+        reduced = tensor.to(self.root_device).contiguous().clone()
+        if mean and not reduced.is_floating_point():
+            reduced = reduced.to(torch.get_default_dtype())
+        dist.all_reduce(reduced, op=op, group=group)
+        return reduced.div_(size) if mean else reduced
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+        """Whether all (or any) ranks of the world say yes. Collective over the world."""
+        count = torch.tensor(int(decision))
+        dist.all_reduce(count, group=self.groups.world_control)
+        return int(count) == dist.get_world_size() if all else int(count) > 0
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> Any:
+        """Gathers from the replicas, [dp, ...]. Collective over ``group``, by default over dp."""
+        module = self._import_fabric("utilities.distributed")
+        return module._all_gather_ddp_if_available(
+            tensor, group=self._replicas(group), sync_grads=sync_grads
+        )
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks. Collective over the world."""
+        if dist.is_initialized() and self._groups is not None:
+            dist.barrier(group=self.groups.world_control)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of global rank ``src``, sent as plain data. Collective over the world."""
+        if self._groups is None or dist.get_world_size() == 1:
+            return obj
+        return broadcast_object(obj, src, self.groups.world_control)
+
+    def _replicas(self, group: Any) -> Any:
+        if group is None or group is dist.group.WORLD:
+            return self.groups.dp
+        return group
+
+
+def _default_backend(device: torch.device, devices: Any) -> str:
+    """NCCL needs a GPU for each process; gloo serves CPUs and processes that share a GPU."""
+    if device.type == "cuda" and len(set(devices)) == len(devices):
+        return "nccl"
+    return "gloo"

@@ -1,0 +1,126 @@
+"""What cannot work with a split model is refused by name, on every rank, with what to do instead."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+
+from tests.lightning.contract import Bench, Layout, Model, Results, loader
+
+
+class UsesLBFGS(Model):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class CopiesItself(Model):
+    def on_train_end(self) -> None:
+        copy.deepcopy(self)
+
+
+def _message(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _fit(bench: Bench, model: Any, **options: Any) -> str:
+    return _message(lambda: bench.trainer(**options).fit(model, loader()))
+
+
+def stochastic_averaging(bench: Bench) -> str:
+    return _fit(bench, Model(), callbacks=[StochasticWeightAveraging(swa_lrs=0.1)], max_epochs=4)
+
+
+def averaging(bench: Bench) -> str:
+    return _fit(bench, Model(), callbacks=[WeightAveraging()])
+
+
+def exponential_averaging(bench: Bench) -> str:
+    return _fit(bench, Model(), callbacks=[EMAWeightAveraging()])
+
+
+def lbfgs(bench: Bench) -> str:
+    return _fit(bench, UsesLBFGS())
+
+
+def compiled_module(bench: Bench) -> str:
+    model = torch.compile(Model(), backend="eager")
+    return _fit(bench, model)
+
+
+def copied_after_partition(bench: Bench) -> str:
+    return _fit(bench, CopiesItself())
+
+
+def forward_outside_a_step(bench: Bench) -> str:
+    model = Model()
+    bench.trainer().fit(model, loader())
+    return _message(lambda: model(torch.zeros(2, 6)))
+
+
+def indivisible_batch(bench: Bench) -> str:
+    def run() -> None:
+        bench.trainer(smp={"drop_last": True}).fit(Model(), loader(12, batch_size=3))
+
+    return _message(run)
+
+
+def dropping_everything(bench: Bench) -> str:
+    def run() -> None:
+        bench.trainer(smp={"drop_last": True}).fit(Model(), loader(3))
+
+    return _message(run)
+
+
+def other_degree_on_a_split_module(bench: Bench) -> str:
+    model = Model()
+    bench.trainer().fit(model, loader())
+    other = bench.trainer(smp={"pipeline_parallel_degree": 1})
+    return _message(lambda: other.fit(model, loader()))
+
+
+def wrong_loss(bench: Bench) -> str:
+    class ReturnsNoLoss(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"score": self.loss(batch)}
+
+    return _fit(bench, ReturnsNoLoss())
+
+
+EXPECTED: dict[Any, tuple[str, ...]] = {
+    stochastic_averaging: ("UnsupportedError", "StochasticWeightAveraging", "Remove it"),
+    averaging: ("UnsupportedError", "WeightAveraging", "Remove it"),
+    exponential_averaging: ("UnsupportedError", "EMAWeightAveraging", "Remove it"),
+    lbfgs: ("UnsupportedError", "LBFGS", "Use another optimizer"),
+    compiled_module: ("compile",),
+    copied_after_partition: ("UnsupportedError", "copy", "head"),
+    forward_outside_a_step: ("UnsupportedError", "step"),
+    indivisible_batch: ("ConfigError", "A batch of 3 samples", "2 and 4"),
+    dropping_everything: ("ConfigError", "drop_last", "3 training samples"),
+    other_degree_on_a_split_module: ("UnsupportedError", "2 stages", "degree=1"),
+    wrong_loss: ("MisconfigurationException", "'loss' key needs to be present"),
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return Results.collect(list(EXPECTED), Layout())
+
+
+@pytest.mark.parametrize("scenario", EXPECTED, ids=lambda scenario: scenario.__name__)
+def test_is_refused_by_name(results: Results, scenario: Any) -> None:
+    for rank, message in enumerate(results.ranks(scenario)):
+        missing = [part for part in EXPECTED[scenario] if part not in message]
+        assert not missing, f"rank {rank}: {message}"

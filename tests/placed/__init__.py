@@ -1,0 +1,1 @@
+"""Placed execution: units, outer code, programs, the engine."""
