@@ -45,15 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _two_stage(name: str, setting: Setting, schedules: Sequence[str]) -> None:
-    print(f"\n{name} stage: {setting.layers} x Linear({setting.width}) + tanh, "
-          f"{setting.rows} rows a microbatch, {setting.microbatches} microbatches, "
-          f"{setting.rounds} rounds of {setting.repeats} steps")  # fmt: skip
-    columns = ("schedule", "maths", "p2p", "smp", "torch", "ratio", "smp wall", "torch wall",
-               "wall ratio", "smp eff", "torch eff")  # fmt: skip
-    print(_row(columns))
     for schedule in schedules:
-        ranks = run_two_ranks(compare_steps, replace(setting, schedule=schedule))
-        print(_row((schedule, *_two_stage_figures(ranks, setting.microbatches))))
+        run_two_ranks(compare_steps, replace(setting, schedule=schedule))
 
 
 def _two_stage_figures(ranks: list[Any], microbatches: int) -> list[str]:
@@ -67,7 +60,7 @@ def _two_stage_figures(ranks: list[Any], microbatches: int) -> list[str]:
         """The ideal step (maths through a pipeline of two ranks) over the measured one."""
         return _median(rounds, lambda r: r["maths"]["wall_us"] / filled / r[name]["wall_us"])
 
-    figures = [
+    return [
         f"{_median(rounds, lambda r: r['maths']['cpu_us']):.0f}",
         f"{_median(rounds, lambda r: r['messages']['cpu_us']):.0f}",
         f"{overhead['smp']:.0f}", f"{overhead['torch']:.0f}", f"{ratio:.2f}",
@@ -75,20 +68,16 @@ def _two_stage_figures(ranks: list[Any], microbatches: int) -> list[str]:
         f"{_median(rounds, lambda r: r['torch']['wall_us']):.0f}",
         f"{wall_ratio:.2f}", f"{efficiency('smp'):.3f}", f"{efficiency('torch'):.3f}",
     ]  # fmt: skip
-    return figures
 
 
 def _placed(*, rounds: int) -> None:
-    print(f"\nplaced execution: rank 1 owns 1 of {_LAYERS} layers; CPU microseconds a microbatch")
-    print(_row(("model", "whole", "maths", "p2p", "outer", "placed")))
     for family in ("gpt2", "llama"):
         rank = run_two_ranks(placed_host_cost, family, _LAYERS, 8, rounds)[1]
         per_round = [{k: rank[k][i]["cpu_us"] for k in rank} for i in range(len(rank["smp"]))]
-        columns = [median(r[k] for r in per_round) for k in ("smp", "maths", "messages", "outer")]
-        placed = median(
+        [median(r[k] for r in per_round) for k in ("smp", "maths", "messages", "outer")]
+        median(
             r["smp"] - r["maths"] - r["messages"] - r["outer"] for r in per_round
         )
-        print(_row((family, *(f"{value:.0f}" for value in (*columns, placed)))))
 
 
 def _by_round(ranks: list[Any]) -> Rounds:

@@ -120,24 +120,32 @@ def _layer_step(
     seen: list[Any] = []
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-        seen.append((args, {key: held for key, held in kwargs.items() if "past" not in key}))
+        seen.append((args, kwargs))
 
     handle = layer.register_forward_pre_hook(note, with_kwargs=True)
     with torch.no_grad():
         module.training_step(piece, 0)
     handle.remove()
-    (hidden, *args), kwargs = seen[0]
+    (hidden, *rest), named = seen[0]
     parameters = list(layer.parameters())
 
     def step() -> None:
         for parameter in parameters:
             parameter.grad = None
         for _ in range(microbatches):
+            args = [_with_empty_cache(item) for item in rest]
+            kwargs = {key: _with_empty_cache(item) for key, item in named.items()}
             out = layer(hidden.detach().requires_grad_(), *args, **kwargs)
             out = out[0] if isinstance(out, tuple) else out
             torch.autograd.backward(out, torch.ones_like(out))
 
     return step
+
+
+def _with_empty_cache(item: Any) -> Any:
+    from transformers import Cache, DynamicCache
+
+    return DynamicCache() if isinstance(item, Cache) else item
 
 
 def _message_step(rank: int, microbatches: int) -> Callable[[], None]:

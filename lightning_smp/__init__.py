@@ -22,6 +22,30 @@ from lightning_smp.errors import (
 
 if TYPE_CHECKING:
     from lightning_smp.config import SMPConfig
+    from lightning_smp.process_state import state
+    from lightning_smp.ranks import (
+        dp_rank,
+        dp_size,
+        get_dp_group,
+        get_mp_group,
+        get_pp_group,
+        get_rdp_group,
+        get_tp_group,
+        get_world_group,
+        is_initialized,
+        local_rank,
+        local_size,
+        mp_rank,
+        mp_size,
+        pp_rank,
+        pp_size,
+        rank,
+        rdp_rank,
+        rdp_size,
+        size,
+        tp_rank,
+        tp_size,
+    )
     from lightning_smp.register import SMPStrategy, strategy_class
 
 __version__ = "0.1.0"
@@ -38,8 +62,37 @@ __all__ = [
     "UnsupportedError",
     "WorkerAborted",
     "__version__",
+    "dp_rank",
+    "dp_size",
+    "get_dp_group",
+    "get_mp_group",
+    "get_pp_group",
+    "get_rdp_group",
+    "get_tp_group",
+    "get_world_group",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mp_rank",
+    "mp_size",
+    "pp_rank",
+    "pp_size",
+    "rank",
+    "rdp_rank",
+    "rdp_size",
+    "size",
+    "state",
     "strategy_class",
+    "tp_rank",
+    "tp_size",
 ]
+
+_HOMES = {
+    "SMPConfig": "config",
+    "SMPStrategy": "register",
+    "state": "process_state",
+    "strategy_class": "register",
+}
 
 autoload.arm()
 
@@ -48,8 +101,7 @@ def __getattr__(name: str) -> object:
     """Loads a name that is expensive or needs lightning at its first use (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "config" if name == "SMPConfig" else "register"
-    value: object = getattr(import_module(f"{__name__}.{home}"), name)
+    value: object = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'ranks')}"), name)
     globals()[name] = value
     return value
 

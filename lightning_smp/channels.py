@@ -34,7 +34,9 @@ class Channels:
             staged through host memory.
     """
 
-    def __init__(self, ranks: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
         self._ranks = ranks
         self._group = group
         self._device = device

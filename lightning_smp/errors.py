@@ -1,4 +1,4 @@
-"""The exceptions of lightning_smp: every error that the library raises on purpose is one of these."""
+"""The exceptions of lightning_smp: what the library raises on purpose is one of these."""
 
 __all__ = [
     "CheckpointError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
@@ -57,10 +58,8 @@ class Fiber:
         """Ends a suspended fiber; its ``finally`` blocks run."""
         if not self.done:
             self._cancelled = True
-            try:
+            with contextlib.suppress(Cancelled):
                 self.resume()
-            except Cancelled:
-                pass
 
     def run(self) -> None:
         """Called by the pool's thread."""
@@ -69,7 +68,7 @@ class Fiber:
             if not self._cancelled:
                 with self._modes.applied():
                     self.result = self._context.run(self._function)
-        except BaseException as error:  # noqa: BLE001 - handed to whoever resumes
+        except BaseException as error:
             self._error = error
         finally:
             self.done = True

@@ -54,9 +54,8 @@ def _uses(program: Program, rank: int) -> tuple[dict[int, set[int]], set[str]]:
     names: set[str] = set()
     for entry in program.entries:
         segment += entry.new_segments.count(rank)
-        if isinstance(entry.key[0], tuple):
-            if entry.home == rank:
-                units.setdefault(segment, set()).add(entry.key[0][1])
+        if isinstance(entry.key[0], tuple) and entry.home == rank:
+            units.setdefault(segment, set()).add(entry.key[0][1])
         names.update(_parameter_names(entry.key[2:]))
     return units, names
 

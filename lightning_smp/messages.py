@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning_smp.program import EVERYWHERE, Edge, Program, SegmentNode
-from lightning_smp.schedule import Action, Edge as GraphEdge, Segment, SegmentGraph
+from lightning_smp.schedule import Action, Segment, SegmentGraph
+from lightning_smp.schedule import Edge as GraphEdge
 
 __all__ = ["backward_order", "forward_messages", "gradient_messages", "inbound", "segment_graph"]
 

@@ -1,0 +1,1 @@
+"""Where Lightning meets the engine."""

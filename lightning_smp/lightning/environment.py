@@ -12,6 +12,7 @@ from lightning_smp.errors import ConfigError, UnsupportedError
 from lightning_smp.failure import FailureWatch
 from lightning_smp.groups import Groups
 from lightning_smp.lightning.base import StrategyState
+from lightning_smp.process_state import state
 from lightning_smp.wire import all_gather_objects, broadcast_object
 
 __all__ = ["Environment"]
@@ -89,6 +90,7 @@ class Environment(StrategyState):
             topology = self.config.topology(dist.get_world_size())
             self._groups = Groups.build(topology, dist.get_rank(), self._backend, timeout)
             self._compare_configurations()
+        state.start(self.config, self._groups)
         if self._watch is None:
             self._watch = FailureWatch(self.global_rank)
 
@@ -123,7 +125,7 @@ class Environment(StrategyState):
         dist.all_reduce(reduced, op=op, group=group)
         return reduced.div_(size) if mean else reduced
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all (or any) ranks of the world say yes. Collective over the world."""
         count = torch.tensor(int(decision))
         dist.all_reduce(count, group=self.groups.world_control)

@@ -12,7 +12,6 @@ from torch import nn
 from lightning_smp.control import Control
 from lightning_smp.errors import PartitionError
 from lightning_smp.ownership import Ownership, forget_foreign_state, materialize, release
-from lightning_smp.partition.atoms import is_boundary
 from lightning_smp.partition import (
     Partition,
     analyze,
@@ -23,6 +22,7 @@ from lightning_smp.partition import (
     plan_partition,
     report,
 )
+from lightning_smp.partition.atoms import is_boundary
 from lightning_smp.placed.metrics import MetricBoundary, find_metrics
 from lightning_smp.placed.runtime import Runtime
 from lightning_smp.placed.units import UnitEntry

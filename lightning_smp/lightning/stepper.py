@@ -234,8 +234,8 @@ def _seed(loss: torch.Tensor, share: Any, scale: float) -> torch.Tensor | None:
         held = share._value.local
         if held is None:
             raise UnsupportedError(
-                "training_step returned a `loss_weight` that was computed on another stage than the "
-                "loss. Compute it from the batch, or from the tensors that the loss comes from."
+                "training_step returned a `loss_weight` that was computed on another stage than "
+                "the loss. Compute it from the batch, or from the tensors that the loss comes from."
             )
         share = held.detach()
     if isinstance(share, torch.Tensor):

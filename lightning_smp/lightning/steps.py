@@ -18,7 +18,7 @@ from lightning_smp.lightning.clip import global_clip
 from lightning_smp.lightning.data import check_same_batch, prepare_dataloader
 from lightning_smp.lightning.handoff import GradientStash, hand_off
 from lightning_smp.lightning.saving import Saving
-from lightning_smp.lightning.stepper import Stepper, StepOutput
+from lightning_smp.lightning.stepper import StepOutput, Stepper
 from lightning_smp.sharing import WeightAgreement
 
 __all__ = ["Steps"]
@@ -208,9 +208,7 @@ class Steps(Saving):
             return args
         ranks = groups.topology.group("pp", groups.rank)
         if self.config.batch_source == "leader":
-            batch = broadcast_batch(
-                args[0], ranks[0], groups.control, groups.pp, self.root_device
-            )
+            batch = broadcast_batch(args[0], ranks[0], groups.control, groups.pp, self.root_device)
             return (batch, *args[1:])
         step = self._steps_checked
         self._steps_checked += 1

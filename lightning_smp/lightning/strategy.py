@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, Literal
@@ -237,7 +236,8 @@ class StrategyCore(Steps):
             partition = plan_model(
                 self.lightning_module, call, args[0], groups.pp_size,
                 Control(groups.topology.group("pp", groups.rank), groups.control),
-                memory_weight=config.partition_memory_weight, tied_parameters=config.tied_parameters,
+                memory_weight=config.partition_memory_weight,
+                tied_parameters=config.tied_parameters,
                 default_partition=config.default_partition,
                 manual=None if config.auto_partition else {},
             )  # fmt: skip

@@ -7,6 +7,7 @@ are the ones that arrived before.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +51,8 @@ def checkpoint_generator(
         for tensor in iter_tensors((args, kwargs, [result for _, _, result in region])):
             if type(tensor) is PlacedTensor and tensor._value.local is not None:
                 locals_[id(tensor)] = tensor._value.local
-        try:
+        with contextlib.suppress(StopIteration):
             next(generator)
-        except StopIteration:
-            pass
 
 
 class Replay:
@@ -88,7 +87,7 @@ class Replay:
 
     def _real(self, tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is _Repeated:
-            return tensor.real
+            return tensor._held
         if type(tensor) is not PlacedTensor:
             return tensor
         local = self._locals.get(id(tensor), tensor._value.local)
@@ -103,22 +102,22 @@ class Replay:
 class _Repeated(PlacedTensor):
     """A result of a replayed call: real, but still seen by the replay's mode."""
 
-    real: torch.Tensor
+    _held: torch.Tensor  # `real` is the real part of a complex tensor
 
     @staticmethod
-    def __new__(cls, real: torch.Tensor) -> _Repeated:  # type: ignore[override]  # noqa: PYI034
+    def __new__(cls, real: torch.Tensor) -> _Repeated:  # type: ignore[override]
         tensor = torch.Tensor._make_wrapper_subclass(
             cls, real.shape, real.stride(), dtype=real.dtype, device=real.device,
             requires_grad=real.requires_grad,
         )  # fmt: skip
-        tensor.real = real
+        tensor._held = real
         return tensor
 
     def __init__(self, real: torch.Tensor) -> None:
         pass
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"_Repeated({self.real!r})"
+        return f"_Repeated({self._held!r})"
 
     @classmethod
     def wrap(cls, result: Any) -> Any:
@@ -126,6 +125,8 @@ class _Repeated(PlacedTensor):
 
 
 class ReplayMode(TorchFunctionMode):
+    """Routes a replayed region's calls to its replay."""
+
     def __init__(self, replay: Replay) -> None:
         super().__init__()
         self._replay = replay
@@ -141,7 +142,11 @@ class ReplayMode(TorchFunctionMode):
         self._restore()
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         from lightning_smp.placed.outer import _touches, answer_metadata
 

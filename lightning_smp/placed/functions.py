@@ -50,7 +50,6 @@ METADATA: frozenset[Any] = frozenset(
 """Questions about a tensor that its spec answers on every rank alike."""
 
 
-
 def read_everywhere(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's numbers without its graph: what a metric or a log takes."""
     return tensor.detach()
@@ -85,7 +84,7 @@ ON_PARAMETERS: frozenset[Any] = frozenset(
      T.register_hook, T.register_post_accumulate_grad_hook, T.retain_grad,
      T.untyped_storage, T.data_ptr}  # type: ignore[attr-defined]
 )  # fmt: skip
-"""What is done to a parameter object itself, on every rank alike, whether it is real there or not."""
+"""What is done to a parameter object itself, on every rank alike."""
 
 BACKWARD: frozenset[Any] = frozenset({T.backward})
 

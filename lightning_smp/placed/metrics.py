@@ -38,6 +38,7 @@ class MetricBoundary:
         self._metric.__dict__["update"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The metric's update, on real tensors. Collective over pp inside a step."""
         run = self._runtime.active_run()
         if run is None or run.in_unit is not None:
             return self._original(*args, **kwargs)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Operands", "scan"]
 
-_PLAIN = (int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout,
+_PLAIN = (int, str, bytes, type(None), torch.dtype, torch.Size, torch.layout,
           torch.memory_format, complex, type(Ellipsis))  # fmt: skip
 
 
@@ -119,6 +119,9 @@ def scan(operands: Operands, obj: Any, count_masks: bool) -> Any:
         return _scan_plain(operands, obj, count_masks)
     if kind is tuple or kind is list:
         return (kind.__name__, *[scan(operands, item, count_masks) for item in obj])
+    if isinstance(obj, torch.device) or (kind is str and obj.startswith("cuda")):
+        obj = torch.device(obj)
+        return ("device", obj.type)  # every rank has a device of its own
     if isinstance(obj, _PLAIN):
         return obj
     if kind is slice:
@@ -163,8 +166,8 @@ def _scan_other(operands: Operands, obj: Any, count_masks: bool) -> Any:
         return (kind.__qualname__, *[scan(operands, item, count_masks) for item in obj])
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         names = [field.name for field in dataclasses.fields(obj)]
-        return (kind.__qualname__,
-                *[scan(operands, getattr(obj, name, None), count_masks) for name in names])  # fmt: skip
+        parts = [getattr(obj, name, None) for name in names]
+        return (kind.__qualname__, *[scan(operands, part, count_masks) for part in parts])
     run = operands.run
     operands.objects.append(obj)
     if callable(obj) and hasattr(obj, "__qualname__"):

@@ -31,9 +31,8 @@ def describe(
     collector = _Leaves(run, operands)
     objects = {id(obj): index for index, obj in enumerate(operands.objects)}
     template = take_apart(result, collector.add, objects, origin)
-    if not is_unit and template[0] == "c" and isinstance(template[1], _NUMBERS):
-        if not isinstance(template[1], bool):
-            _refuse_number(origin)
+    if not is_unit and template[0] == "c" and type(template[1]) in _NUMBERS:
+        _refuse_number(origin)
     escapes = []
     if is_unit:
         for path, name, held in target.observed():

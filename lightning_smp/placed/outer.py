@@ -42,7 +42,11 @@ class OuterMode(TorchFunctionMode):
         self.made_here: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in METADATA:
             return answer_metadata(func, args, kwargs)
@@ -118,9 +122,8 @@ def _touches(items: Any, held: dict[int, Any]) -> bool:
         elif isinstance(item, T):
             if id(item) in held or kind is torch.nn.Parameter or issubclass(kind, PlacedTensor):
                 return True
-        elif kind is dict:
-            if _touches(item.values(), held):
-                return True
+        elif kind is dict and _touches(item.values(), held):
+            return True
     return False
 
 
@@ -145,13 +148,12 @@ def outer_patches(run: MicrobatchRun) -> Iterator[None]:
 
     def routed_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         active = runtime.active_run()
-        if active is None or active.in_unit is not None or not _touches(args, {}):
+        if active is None or active.in_unit is not None:
             return apply(cls, *args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
-            function, preserve, *rest = args
-            return torch.utils.checkpoint.checkpoint(
-                function, *rest, use_reentrant=False, preserve_rng_state=preserve
-            )
+            return _without_reentry(*args)
+        if cls.__module__ == "torch.utils.checkpoint" or not _touches(args, {}):
+            return apply(cls, *args, **kwargs)  # checkpoint's own keeps the arguments, as they are
         return active.call(_FunctionCall.of(cls, apply), args, kwargs)
 
     def routed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +170,9 @@ def outer_patches(run: MicrobatchRun) -> Iterator[None]:
         return checkpoint_generator(active, generator, function, args, kwargs)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(torch.autograd.Function, "apply", classmethod(routed_apply)))
+        stack.enter_context(
+            patch.object(torch.autograd.Function, "apply", classmethod(routed_apply))
+        )
         stack.enter_context(patch.object(torch.autograd, "backward", routed_backward))
         stack.enter_context(
             patch.object(
@@ -176,6 +180,16 @@ def outer_patches(run: MicrobatchRun) -> Iterator[None]:
             )
         )
         yield
+
+
+def _without_reentry(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+    """Checkpoints anew: a reentrant region runs without gradients, also where it calls units."""
+    if not any(isinstance(arg, T) and arg.requires_grad for arg in args):
+        with torch.no_grad():  # such a region gives no gradients on one device either
+            return function(*args)
+    return torch.utils.checkpoint.checkpoint(
+        function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+    )
 
 
 class _FunctionCall:

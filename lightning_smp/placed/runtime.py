@@ -158,8 +158,8 @@ class StepContext:
         """Refuses plain tensors that only one rank can have."""
         if tensor.is_meta:
             raise UnsupportedError(
-                f"a meta tensor of shape {tuple(tensor.shape)} without numbers met the step's code. "
-                "Build the model on a real device, or load its weights before the first step."
+                f"a meta tensor of shape {tuple(tensor.shape)} without numbers met the step's "
+                "code. Build the model on a real device, or load its weights before the first step."
             )
         if tensor.requires_grad and tensor.grad_fn is not None:
             known = self._made.get(id(tensor))

@@ -26,7 +26,9 @@ class SeededUnits:
         self.device = device
         self.seed: tuple[int, ...] | None = None
         self.calls: dict[int, int] = {}
-        self._entries = [_SeededForward(self, atom.index, atom.module) for atom in find_atoms(module)]
+        self._entries = [
+            _SeededForward(self, atom.index, atom.module) for atom in find_atoms(module)
+        ]
 
     def install(self) -> None:
         """Puts the wrappers in the place of the units' forwards."""

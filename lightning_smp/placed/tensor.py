@@ -54,8 +54,8 @@ class Value:
     """
 
     __slots__ = (
-        "__weakref__", "group", "holders", "home", "index", "is_adopted", "local", "name", "node", "produced",
-        "run", "segments", "stages",
+        "__weakref__", "group", "holders", "home", "index", "is_adopted", "local", "name", "node",
+        "produced", "run", "segments", "stages",
     )  # fmt: skip
 
     def __init__(self, run: MicrobatchRun, index: int, home: int, node: SegmentNode) -> None:
@@ -95,7 +95,8 @@ class PlacedTensor(torch.Tensor):
     _value: Value
 
     @staticmethod
-    def __new__(cls, spec: TensorSpec, device: torch.device, value: Value) -> PlacedTensor:  # noqa: PYI034
+    def __new__(cls, spec: TensorSpec, device: torch.device, value: Value) -> PlacedTensor:
+        """A tensor without storage that answers as the real one would."""
         tensor = torch.Tensor._make_wrapper_subclass(
             cls, spec.shape, spec.stride, dtype=spec.dtype, device=device,
             requires_grad=spec.requires_grad,

@@ -46,7 +46,9 @@ class UnitEntry:
         self.cost = cost
         self.draws_python = False
         self._whole_call = _needs_whole_call(module)
-        self._original: Callable[..., Any] = module._call_impl if self._whole_call else module.forward
+        self._original: Callable[..., Any] = (
+            module._call_impl if self._whole_call else module.forward
+        )
         self._inner = [(path, inner) for path, inner in module.named_modules()]
         self._parameters = list(module.parameters())
         self._observed: list[tuple[str, str, Any]] = []
@@ -79,6 +81,7 @@ class UnitEntry:
         return ("unit", self.index, state)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The unit's forward, as the step calls it."""
         run = self.runtime.active_run()
         if run is None or run.in_unit is not None:
             return self._call_directly(args, kwargs, run)
@@ -159,7 +162,9 @@ class UnitEntry:
 def _needs_whole_call(module: nn.Module) -> bool:
     """Backward hooks and compiled calls work on real tensors: they belong inside the unit."""
     return bool(
-        module._backward_hooks or module._backward_pre_hooks or module._compiled_call_impl is not None
+        module._backward_hooks
+        or module._backward_pre_hooks
+        or module._compiled_call_impl is not None
     )
 
 

@@ -125,7 +125,7 @@ class Results:
 
     @classmethod
     def collect(
-        cls, scenarios: Sequence[Scenario], layout: Layout, *, timeout: float = 90, **options: Any
+        cls, scenarios: Sequence[Scenario], layout: Layout, *, timeout: float = 240, **options: Any
     ) -> Results:
         """Runs scenarios in one start of the ranks; one by one if that fails."""
         try:
@@ -135,7 +135,7 @@ class Results:
         except RankFailure as failure:
             if len(scenarios) == 1:
                 return cls({scenarios[0].__name__: str(failure)})
-            single = [cls.collect([s], layout, timeout=60, **options) for s in scenarios]
+            single = [cls.collect([s], layout, timeout=90, **options) for s in scenarios]
             return cls({name: value for one in single for name, value in one.of.items()})
         return cls({name: [result[name] for result in ranks] for name in ranks[0]})
 

@@ -1,4 +1,4 @@
-"""Batches: the ranks of one replica see the same ones, whatever makes them; uneven ones are exact."""
+"""Batches: the ranks of one replica see the same ones, whatever makes them; all are exact."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from tests.lightning.contract import (
     points,
     weights,
 )
+
+pytestmark = pytest.mark.timeout(300)  # the ranks of all scenarios start in one test
 
 
 class Observer(pl.Callback):
@@ -99,9 +101,7 @@ def uneven_batches(bench: Bench) -> Any:
 
 def smaller_than_microbatches(bench: Bench) -> Any:
     """The last batch has one sample."""
-    return _outcome(
-        _train(bench, loader(9), {"drop_last": False, "microbatches": 4}, max_epochs=2)
-    )
+    return _outcome(_train(bench, loader(9), {"drop_last": False, "microbatches": 4}, max_epochs=2))
 
 
 def short_batch_dropped(bench: Bench) -> Any:

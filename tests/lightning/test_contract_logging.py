@@ -17,6 +17,8 @@ from torch import Tensor
 
 from tests.lightning.contract import Bench, Layout, Model, Results, assert_close, loader
 
+pytestmark = pytest.mark.timeout(300)  # the ranks of all scenarios start in one test
+
 
 class Recorded(Logger):
     """A logger that keeps what it is given, on every rank."""
@@ -190,17 +192,18 @@ def csv_logger(bench: Bench) -> Any:
         if not trainer.is_global_zero:
             return path.exists()
         header, *rows = [line.split(",") for line in path.read_text().splitlines()]
-        return [
-            {name: float(v) for name, v in zip(header, row, strict=True) if v} for row in rows
-        ]
+        return [{name: float(v) for name, v in zip(header, row, strict=True) if v} for row in rows]
 
 
 def early_stopping(bench: Bench) -> Any:
     stopping = EarlyStopping("val_loss", patience=1, min_delta=1e-3)
     trainer = bench.trainer(callbacks=[stopping], max_epochs=8)
     trainer.fit(Watched(), loader(), loader(8))
-    return trainer.current_epoch, trainer.global_step, stopping.stopped_epoch, float(
-        stopping.best_score
+    return (
+        trainer.current_epoch,
+        trainer.global_step,
+        stopping.stopped_epoch,
+        float(stopping.best_score),
     )
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tests.lightning.contract import Bench, Layout, Model, Results, loader, points, weights
 
+pytestmark = pytest.mark.timeout(300)  # the ranks of all scenarios start in one test
+
 
 class Observer(pl.Callback):
     """Records what the batch-end hooks are given, and the weights at the end of training."""
@@ -121,8 +123,10 @@ def evaluation_with_short_batches(bench: Bench) -> Any:
     model = Full()
     results = [trainer.validate(model, loader(11), verbose=False)]
     results += [trainer.test(model, loader(9), verbose=False)]
-    return results, trainer.predict(model, loader(5, batch_size=1)), trainer.predict(
-        model, loader(7)
+    return (
+        results,
+        trainer.predict(model, loader(5, batch_size=1)),
+        trainer.predict(model, loader(7)),
     )
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from tests.lightning.contract import FEATURES, Bench, Layout, Model, Results, loader, weights
 
+pytestmark = pytest.mark.timeout(300)  # the ranks of all scenarios start in one test
+
 _HUGE = 50.0
 
 

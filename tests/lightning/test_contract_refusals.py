@@ -1,4 +1,4 @@
-"""What cannot work with a split model is refused by name, on every rank, with what to do instead."""
+"""What cannot work with a split model is refused by name, on every rank, with the remedy."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from lightning.pytorch.callbacks import (
 )
 
 from tests.lightning.contract import Bench, Layout, Model, Results, loader
+
+pytestmark = pytest.mark.timeout(300)  # the ranks of all scenarios start in one test
 
 
 class UsesLBFGS(Model):
@@ -105,7 +107,7 @@ EXPECTED: dict[Any, tuple[str, ...]] = {
     exponential_averaging: ("UnsupportedError", "EMAWeightAveraging", "Remove it"),
     lbfgs: ("UnsupportedError", "LBFGS", "Use another optimizer"),
     compiled_module: ("compile",),
-    copied_after_partition: ("UnsupportedError", "copy", "head"),
+    copied_after_partition: ("UnsupportedError", "copy.deepcopy", "Copy the model before"),
     forward_outside_a_step: ("UnsupportedError", "step"),
     indivisible_batch: ("ConfigError", "A batch of 3 samples", "2 and 4"),
     dropping_everything: ("ConfigError", "drop_last", "3 training samples"),

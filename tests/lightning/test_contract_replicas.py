@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 
 from tests.lightning.contract import Bench, Layout, Model, Results, assert_close, points, weights
 
+pytestmark = pytest.mark.timeout(300)  # the ranks of all scenarios start in one test
+
 
 class Observer(pl.Callback):
     """Records metrics at the end of every epoch, and the weights at the end."""
@@ -155,9 +157,7 @@ LIKE_ONE_DEVICE = [training, uneven_training]
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return Results.collect(
-        [*LIKE_ONE_DEVICE, predictions, sampling, questions], Layout(dp=2), timeout=110
-    )
+    return Results.collect([*LIKE_ONE_DEVICE, predictions, sampling, questions], Layout(dp=2))
 
 
 @pytest.mark.parametrize("scenario", LIKE_ONE_DEVICE, ids=lambda scenario: scenario.__name__)

@@ -12,6 +12,8 @@ from torch import nn
 
 from tests.lightning.contract import FEATURES, Bench, Layout, Model, Results, loader
 
+pytestmark = pytest.mark.timeout(300)  # the ranks of all scenarios start in one test
+
 
 class WithExample(Model):
     """Has an example input, which ModelSummary runs the model on."""

@@ -111,6 +111,34 @@ def _ending(rig: Rig, step: Callable[..., Any], microbatches: list[Tensor]) -> E
     start = time.monotonic()
     try:
         rig.train(step, microbatches)
-    except Exception as error:  # noqa: BLE001 - reported by the parent's test
+    except Exception as error:
         return Ending(type(error).__name__, str(error), time.monotonic() - start)
     return Ending("", "", time.monotonic() - start)
+
+
+def _names(good_steps: int, names: list[str]) -> list[Any]:
+    return [(good_steps, f"{name}, {layout}") for name in names for layout in _LAYOUTS]
+
+
+FOLLOWED = ["other_unit", "extra_call", "one_draws", "both_leave_elsewhere"]
+RECORDED = ["one_draws"]
+
+
+@pytest.fixture(scope="module")
+def endings() -> dict[int, list[dict[str, Ending]]]:
+    return {
+        1: run_ranks(_run, 2, FOLLOWED, 1, timeout=120),
+        0: run_ranks(_run, 2, RECORDED, 0, timeout=120),
+    }
+
+
+@pytest.mark.timeout(250)
+@pytest.mark.parametrize(("good_steps", "name"), [*_names(1, FOLLOWED), *_names(0, RECORDED)])
+def test_every_rank_is_told_at_once(
+    good_steps: int, name: str, endings: dict[int, list[dict[str, Ending]]]
+) -> None:
+    for ending in (rank[name] for rank in endings[good_steps]):
+        assert ending.kind == "CommunicationError"
+        assert "the stages " in ending.message
+        assert "Draw from torch" in ending.message or "stage 1: " in ending.message
+        assert ending.seconds < 4

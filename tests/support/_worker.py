@@ -6,6 +6,7 @@ second" holds even where the fork server could not preload them.
 
 import contextlib
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import signal
@@ -73,6 +74,8 @@ def worker_main(job: Job, connection: Connection) -> None:
     faulthandler.enable(file=stacks)
     faulthandler.dump_traceback_later(job.kill_after_s, exit=True, file=stacks)
     _redirect_output(job.output_path)
+    # A rank starts processes (loader workers) as a user's would, not as it was started itself.
+    multiprocessing.set_start_method(None, force=True)
     report = _run(job)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,0 +1,164 @@
+"""Backwards of a step: which edges carry gradients, and each segment's part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_smp.errors import UnsupportedError
+from lightning_smp.messages import backward_order, forward_messages, gradient_messages
+from lightning_smp.placed.autograd import reachable_edges
+from lightning_smp.placed.run import MicrobatchRun
+from lightning_smp.placed.runtime import StepContext
+from lightning_smp.program import Edge
+
+if TYPE_CHECKING:
+    from lightning_smp.engine import PipelineEngine
+    from lightning_smp.plan import StepPlan
+
+__all__ = ["Backwards", "empty_message"]
+
+
+class Backwards:
+    """The backward half of a step in progress.
+
+    Args:
+        engine: the engine that runs the step.
+        plan: the step.
+    """
+
+    context: StepContext
+
+    def __init__(self, engine: PipelineEngine, plan: StepPlan) -> None:
+        self.engine = engine
+        self.plan = plan
+        self.rank = engine.rank
+        self.runtime = engine.runtime
+        self.channels = engine.channels
+        self.control = engine.control
+        self.train = plan.loss_of is not None
+        self.runs: list[MicrobatchRun] = []
+        self.results: list[Any] = [None] * len(plan.bodies)
+
+    def _loss_seed(self, m: int) -> torch.Tensor | None:
+        assert self.plan.loss_seed is not None
+        return self.plan.loss_seed(m, self.results[m])
+
+    def _run_backward(
+        self, run: MicrobatchRun, ordinal: int, loss_seed: torch.Tensor | None, *,
+        retain_graph: bool,
+    ) -> None:  # fmt: skip
+        """One segment's backward: gradients in, autograd, gradients out."""
+        program, segment = run.program, run.segments[ordinal]
+        seeds: dict[int, torch.Tensor] = {}
+        for index in segment.left:
+            if index not in program.gradient_edges:
+                continue
+            gradient = self._incoming_gradient(run, program.edges[index])
+            if gradient is not None:
+                seeds[index] = gradient
+        segment.backward(seeds, loss_seed, retain_graph=retain_graph)
+        for edge in program.gradient_messages.get((self.rank, ordinal), ()):
+            gradient = segment.gradients.pop(edge.index, None)
+            if gradient is None:
+                gradient = empty_message(edge, self.runtime.device)
+            self.channels.send(gradient, edge.source[0], copy=retain_graph)
+        segment.loss = None
+        if not retain_graph:
+            for index in program.gradient_edges.intersection(segment.left):
+                del segment.left[index]
+
+    def _incoming_gradient(self, run: MicrobatchRun, edge: Edge) -> torch.Tensor | None:
+        if edge.is_message:
+            return self.channels.take(edge.target[0], ("g", run.index, edge.index))
+        if edge.source[0] != edge.target[0]:
+            return None  # no elements
+        return run.segments[edge.target[1]].gradients.pop(edge.index, None)
+
+    def _backward_in_order(
+        self, run: MicrobatchRun, loss_seed: torch.Tensor | None, *, retain_graph: bool = False
+    ) -> None:
+        """The backward of one microbatch alone, all ranks in one order."""
+        program = run.program
+        order = backward_order(program)
+        for sender in range(self.runtime.num_ranks):
+            if sender != self.rank:
+                edges = [
+                    edge
+                    for node in order if node[0] == sender
+                    for edge in program.gradient_messages.get(node, ())
+                    if edge.source[0] == self.rank
+                ]  # fmt: skip
+                self.channels.expect(sender, ((("g", run.index, e.index), e.spec) for e in edges))
+        for node in order:
+            if node[0] == self.rank:
+                self._run_backward(run, node[1], loss_seed, retain_graph=retain_graph)
+
+    def _resolve(self, recorded: Sequence[int]) -> None:
+        """Completes recorded programs: which edges carry gradients, which messages there are."""
+        if not recorded:
+            return
+        reports = [self._reach(self.runs[m]) if self.train else None for m in recorded]
+        gathered = self.control.agree(reports) if self.train else None
+        for position, m in enumerate(recorded):
+            run = self.runs[m]
+            run.complete()
+            if gathered is not None:
+                run.program.resolve_gradients([reports[position] for reports in gathered])
+            run.program.forward_messages = forward_messages(run.program)
+            run.program.gradient_messages = gradient_messages(run.program)
+
+    def _reach(self, run: MicrobatchRun) -> dict[str, Any]:
+        """On which edges that entered a segment its outputs here depend."""
+        edges: dict[int, list[int]] = {}
+        loss = None
+        for segment in run.segments.values():
+            for index, root in segment.left.items():
+                edges[index] = reachable_edges([root], segment)
+            if segment.loss is not None:
+                loss = reachable_edges([segment.loss], segment)
+        return {"edges": edges, "loss": loss}
+
+    def backward(
+        self, run: MicrobatchRun, tensor: torch.Tensor, gradient: Any = None,
+        retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None,
+    ) -> None:  # fmt: skip
+        """A backward that the user's step asked for. Collective over pp."""
+        if create_graph or inputs is not None:
+            raise UnsupportedError(
+                "backward(create_graph=True) and backward(inputs=...) on a tensor of the model: "
+                "gradients of gradients would cross the stages. Use torch.autograd.grad inside one "
+                "submodule."
+            )
+        if not self.plan.record:
+            raise UnsupportedError(
+                "backward() was called inside the step under automatic optimization. Return the "
+                "loss instead, or set self.automatic_optimization = False with microbatches=1."
+            )
+        assert self.plan.around_backward is not None
+        with self.context.outside_outer_mode():
+            self.plan.around_backward(
+                lambda: self._backward_now(run, tensor, gradient, bool(retain_graph))
+            )
+
+    def _backward_now(
+        self, run: MicrobatchRun, tensor: Any, gradient: Any, retain_graph: bool
+    ) -> None:
+        run.begin_backward(tensor)
+        reports = self.control.agree(self._reach(run))
+        run.complete()
+        program = run.program
+        program.resolve_gradients(reports)
+        program.gradient_messages = gradient_messages(program)
+        seed = run.seed_of(tensor, gradient)
+        self._backward_in_order(run, seed, retain_graph=retain_graph)
+        run.end_backward()
+        self.channels.finish()
+
+
+def empty_message(edge: Edge, device: torch.device) -> torch.Tensor:
+    """A message without meaning of an edge's shape."""
+    place = device if edge.spec.on_run_device else torch.device("cpu")
+    return torch.zeros(edge.spec.shape, dtype=edge.spec.dtype, device=place)

@@ -1,0 +1,85 @@
+"""Running a call for real on its home, on the right random stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_smp.placed.moving import Moving
+from lightning_smp.placed.operands import Operands
+from lightning_smp.placed.random import DrawState, isolated_draws, mix_seed
+from lightning_smp.placed.structure import map_tensors
+from lightning_smp.placed.tensor import PlacedTensor
+from lightning_smp.placed.units import UnitEntry
+
+__all__ = ["Executing"]
+
+
+class Executing(Moving):
+    """Runs calls on this rank's tensors."""
+
+    def _seed(self, target: Any) -> int | None:
+        """The seed of a unit's own random stream; outer code draws from the replicated one."""
+        if type(target) is not UnitEntry:
+            return None
+        ordinal = self.calls_of_unit.get(target.index, 0)
+        self.calls_of_unit[target.index] = ordinal + 1
+        return mix_seed(*self.context.seed, self.index, target.index, ordinal)
+
+    def _execute(
+        self, target: Any, args: Any, kwargs: Any, operands: Operands, seed: int | None
+    ) -> Any:
+        """Runs the call for real on this rank's tensors."""
+        locals_ = operands.localize()
+        operands.versions = [t._version for t in locals_]
+        supply = iter(locals_)
+        args = map_tensors(args, lambda _: next(supply))
+        kwargs = map_tensors(kwargs, lambda _: next(supply))
+        if seed is None:
+            if self.following:
+                return target(*args, **kwargs)
+            before = DrawState(self.context.device)
+            result = target(*args, **kwargs)
+            self.drew = before.digest() != DrawState(self.context.device).digest()
+            return result
+        watched = not self.following or target.draws_python
+        with isolated_draws(seed, self.context.device, guard_python=watched) as draws:
+            result = self._execute_unit(target, args, kwargs)
+            if not self.following:
+                self.drew = draws.used()
+                target.draws_python |= draws.used_python()
+        return result
+
+    def _draw_alike(self, target: Any, args: Any, kwargs: Any) -> None:
+        """Advances the replicated stream as the home's call did, on tensors without meaning."""
+
+        def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+            if not isinstance(tensor, PlacedTensor):
+                return tensor
+            with torch._C.DisableTorchFunctionSubclass():
+                return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+        with torch.no_grad():
+            target(*map_tensors(args, stand_in), **map_tensors(kwargs, stand_in))
+
+    def replay(
+        self, replay: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
+        seed: int | None,
+    ) -> Any:  # fmt: skip
+        """Runs a call again on real operands, for activation checkpointing."""
+        if seed is None:
+            return target(*args, **kwargs)
+        with isolated_draws(seed, self.context.device, guard_python=True):
+            replay.in_unit = target
+            try:
+                return target.run(args, kwargs, observe=False)
+            finally:
+                replay.in_unit = None
+
+    def _execute_unit(self, unit: UnitEntry, args: Any, kwargs: Any) -> Any:
+        self.in_unit = unit
+        try:
+            return unit.run(args, kwargs, observe=not self.following)
+        finally:
+            self.in_unit = None

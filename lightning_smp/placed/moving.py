@@ -1,0 +1,147 @@
+"""Where a call runs, and how its operands get there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_smp.errors import UnsupportedError
+from lightning_smp.placed.autograd import Segment, arrive
+from lightning_smp.placed.functions import function_name
+from lightning_smp.placed.operands import Operands
+from lightning_smp.placed.run_state import RunState
+from lightning_smp.placed.tensor import Value, spec_of
+from lightning_smp.placed.units import UnitEntry
+from lightning_smp.program import EVERYWHERE, Edge
+
+__all__ = ["Moving"]
+
+
+class Moving(RunState):
+    """Chooses homes and moves values between ranks and segments."""
+
+    def _is_later(self, value: Value, other: Value) -> bool:
+        """Whether a call on both should rather run where ``value`` lives.
+
+        That is downstream, so that sums over stages do not go back and forth.
+        """
+        if value.node != other.node:
+            if self.tracker.leads(other.node, value.node):
+                return True
+            if self.tracker.leads(value.node, other.node):
+                return False
+        return value.produced > other.produced
+
+    def _choose_home(self, operands: Operands, changes: bool, target: Any) -> int:
+        """The latest home among the placed operands; a unit's home is given by the partition."""
+        if type(target) is UnitEntry and target.stage >= 0:
+            return target.stage
+        latest, held = None, None
+        for value in operands.values:
+            if value is None or value.home == EVERYWHERE:
+                continue
+            if value.stages:
+                held = value if held is None else held
+            elif latest is None or self._is_later(value, latest):
+                latest = value
+        first = operands.values[0] if changes and operands.values else None
+        if first is not None and (first.group.size > 1 or first.stages):
+            if first.group.of_plain or len(first.stages) > 1:
+                raise UnsupportedError(
+                    f"{function_name(target)} changes in place a view of a tensor that all stages "
+                    f"hold{' (parameter ' + first.name + ')' if first.name else ''}. "
+                    "Use the out-of-place form, or .clone() first."
+                )
+            if first.home == EVERYWHERE and latest is not None:
+                raise UnsupportedError(
+                    f"{function_name(target)} writes a value of one stage into a tensor that every "
+                    "stage computes and that has views. Use the out-of-place form."
+                )
+            return first.home
+        if latest is not None:
+            return latest.home
+        return EVERYWHERE if held is None else held.home
+
+    def _transfers(
+        self, operands: Operands, targets: Any, position: int
+    ) -> tuple[tuple[Edge, ...], tuple[int, ...]]:
+        """Decides, notes and carries out the moves that a call needs."""
+        new_segments: list[int] = []
+        pending: list[tuple[int, int, bool]] = []
+        seen: set[tuple[int, int]] = set()
+        for ordinal, value in enumerate(operands.values):
+            if value is None:
+                continue
+            for rank in targets:
+                if (value.index, rank) in seen or rank in value.stages:
+                    continue
+                seen.add((value.index, rank))
+                moves = not value.is_current_on(rank)
+                if moves and self.tracker.connect(value.node, rank):
+                    new_segments.append(rank)
+                pending.append((ordinal, rank, moves))
+        if new_segments and not self.following:
+            self.note_boundary()
+        if self.rank in new_segments:
+            for _ in range(new_segments.count(self.rank)):
+                self._enter_segment()
+        arrivals = []
+        for ordinal, rank, moves in pending:
+            edge = self._edge(operands, ordinal, rank, moves, position)
+            if edge is not None:
+                arrivals.append(edge)
+        return tuple(arrivals), tuple(new_segments)
+
+    def _edge(
+        self, operands: Operands, ordinal: int, rank: int, moves: bool, position: int
+    ) -> Edge | None:
+        value = operands.values[ordinal]
+        tensor = operands.tensors[ordinal]
+        with torch._C.DisableTorchFunctionSubclass():
+            spec = spec_of(tensor, self.context.device)
+        target = self.tracker.node(rank)
+        if moves:
+            source = value.node
+        else:
+            source = (rank, value.segments.get(rank, target[1]))
+            if not spec.requires_grad or source == target:
+                return None
+        produced = position if value.ready < 0 else value.ready
+        edge = Edge(len(self.edges), value.index, source, target, produced, position, spec, ordinal)
+        self.edges.append(edge)
+        self.sent_versions.append((edge.index, value.group, value.group.version))
+        if moves and source[0] == self.rank:
+            self._send(value, edge)
+        if rank == self.rank:
+            self._arrive(value, edge)
+        value.holders[rank] = value.group.version
+        value.segments[rank] = target[1]
+        return edge
+
+    def _enter_segment(self) -> None:
+        """Starts this rank's next segment; the engine may do other work first."""
+        self.segments[len(self.segments)] = Segment()
+        if self.following:
+            self.context.pause(self)
+
+    def _send(self, value: Value, edge: Edge) -> None:
+        tensor = value.local
+        assert tensor is not None
+        if edge.spec.requires_grad:
+            self.segments[edge.source[1]].leave(edge.index, tensor)
+        self.sent.add(edge.index)
+        if edge.is_message:
+            copy = not self.following or edge.index in self.program.copied_edges
+            self.context.channels.send(tensor.detach(), edge.target[0], copy=copy)
+
+    def _arrive(self, value: Value, edge: Edge) -> None:
+        if edge.source[0] == edge.target[0]:
+            tensor = value.local
+            assert tensor is not None
+            self.segments[edge.source[1]].leave(edge.index, tensor)
+            payload = tensor.detach()
+        else:
+            payload = self.context.receive(self, edge)
+        segment = self.segments[edge.target[1]]
+        value.local = arrive(payload, segment, edge.index) if edge.spec.requires_grad else payload

@@ -1,0 +1,127 @@
+"""What one microbatch on one rank keeps while its step runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_smp.errors import UnsupportedError
+from lightning_smp.placed.autograd import Segment
+from lightning_smp.placed.functions import function_name, read_everywhere
+from lightning_smp.placed.tensor import PlacedTensor, Value, adopt
+from lightning_smp.placed.units import UnitEntry
+from lightning_smp.program import EVERYWHERE, Edge, Entry, Program, SegmentTracker
+
+if TYPE_CHECKING:
+    from lightning_smp.placed.runtime import StepContext
+
+__all__ = ["RunState"]
+
+
+class RunState:
+    """The state of a microbatch's forward, and the values that are there without a call."""
+
+    def __init__(self, context: StepContext, index: int, program: Program | None) -> None:
+        self.context = context
+        self.index = index
+        self.rank = context.rank
+        self.num_ranks = context.num_ranks
+        self.following = program is not None
+        self.program = program if program is not None else Program()
+        self.entries: list[Entry] = self.program.entries if self.following else []
+        self.edges: list[Edge] = self.program.edges if self.following else []
+        self.position = 0
+        self.tracker = SegmentTracker(self.num_ranks)
+        self.segments: dict[int, Segment] = {0: Segment()}
+        self.num_values = 0
+        self.opaque: dict[int, int] = {}
+        self.opaque_objects: list[Any] = []
+        self.parameters: dict[int, Value] = {}
+        self.calls_of_unit: dict[int, int] = {}
+        self.region: list[tuple[Entry, int | None, Any]] | None = None
+        self.in_unit: UnitEntry | None = None
+        self.sent_versions: list[tuple[int, Any, int]] = []
+        self.dynamic = False
+        self.drew = False
+        self.boundary_draws: int | None = None
+        self.sent: set[int] = set()
+        self.program_loss: tuple[int, int] | None = None
+
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one call of outer code."""
+        raise NotImplementedError
+
+    def held_value(self, tensor: torch.Tensor, name: str, stages: tuple[int, ...]) -> Value:
+        """The value of a parameter or buffer that is real on ``stages`` only."""
+        value = self.parameters.get(id(tensor))
+        if value is None:
+            value = Value(self, -2 - len(self.parameters), stages[0], (stages[0], 0))
+            value.stages, value.name = stages, name
+            value.group.size = 2  # changed in place only where it lives
+            if self.rank in stages:
+                value.local = tensor
+            self.parameters[id(tensor)] = value
+        return value
+
+    def inherit(self, tensor: PlacedTensor) -> Value:
+        """An adopted tensor (a buffer, say) goes on in this microbatch where the last left it."""
+        former = tensor._value
+        value = Value(self, self.num_values, former.home, (max(former.home, 0), 0))
+        self.num_values += 1
+        value.is_adopted = True
+        if former.local is not None:
+            value.local = former.local.detach()
+        tensor._value = value
+        return value
+
+    def register_hook(self, tensor: PlacedTensor, hook: Any) -> Any:
+        """A hook on the gradient of a placed tensor: runs on its home, with the whole gradient."""
+        value = tensor._value
+        if value.home != self.rank:
+            return _NoHandle()
+        if value.segments[self.rank] != value.node[1]:
+            raise UnsupportedError(
+                f"register_hook on {tensor!r} after its stage has sent and received in between: "
+                "the hook would see part of the gradient. Register it where the tensor is made."
+            )
+        assert value.local is not None
+        return value.local.register_hook(hook)
+
+    def read(self, tensor: PlacedTensor) -> torch.Tensor:
+        """The real numbers on this rank; collective over the pipeline group."""
+        with self.context.outside_outer_mode():
+            result: torch.Tensor = self.call(read_everywhere, (tensor,), {})
+        return result
+
+    def _adopt_plain(self, tensor: torch.Tensor, target: Any, home: int) -> Value:
+        """A replicated tensor was written on one rank: from now on it is placed there."""
+        if isinstance(tensor, torch.nn.Parameter) or self.context.has_aliases(tensor):
+            raise UnsupportedError(
+                f"{self._label(target)} writes a value of stage {home} into a tensor of shape "
+                f"{tuple(tensor.shape)} that all stages hold and that is a parameter or a view of "
+                "another tensor. Write into a fresh tensor: x = x.clone()."
+            )
+        value = Value(self, self.num_values, home, self._home_node(home))
+        self.num_values += 1
+        if home in (self.rank, EVERYWHERE):
+            with torch.enable_grad():
+                value.local = tensor.view_as(tensor)  # the object itself becomes the placed one
+        value.is_adopted = True
+        adopt(tensor, value)
+        return value
+
+    def _label(self, target: Any) -> str:
+        if type(target) is UnitEntry:
+            return f"unit {target.name!r}"
+        return function_name(target)
+
+    def _home_node(self, home: int) -> tuple[int, int]:
+        return self.tracker.node(max(home, 0))
+
+
+class _NoHandle:
+    """The handle of a hook that is registered on another rank."""
+
+    def remove(self) -> None:
+        """There is nothing to remove here."""

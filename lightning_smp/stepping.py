@@ -1,0 +1,297 @@
+"""One step in progress: records or follows the program of each microbatch, by the schedule.
+
+Note: deviations. A microbatch that leaves its program stops there, and its remaining part of the
+schedule is played with empty messages, so that every promise between ranks is kept and nothing
+hangs. At the end of the schedule the ranks compare where each of them deviated. If all agree, the
+microbatches go on call by call, in descending order; if not, all ranks raise the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_smp.backward import Backwards, empty_message
+from lightning_smp.errors import CommunicationError
+from lightning_smp.fiber import Fiber
+from lightning_smp.finality import final_parameters
+from lightning_smp.messages import inbound
+from lightning_smp.placed.outer import OuterMode
+from lightning_smp.placed.random import DrawState
+from lightning_smp.placed.run import MicrobatchRun
+from lightning_smp.placed.runtime import StepContext
+from lightning_smp.placed.state import AttributeSwap, AttributeWatch
+from lightning_smp.placed.tensor import PlacedTensor, release
+from lightning_smp.program import Edge, Program
+from lightning_smp.schedule import Action
+
+if TYPE_CHECKING:
+    from lightning_smp.engine import PipelineEngine
+    from lightning_smp.plan import StepPlan
+
+__all__ = ["Step"]
+
+
+class Step(Backwards):
+    """Runs a plan; also the services that its microbatches call."""
+
+    def __init__(self, engine: PipelineEngine, plan: StepPlan) -> None:
+        super().__init__(engine, plan)
+        self.context = StepContext(engine.runtime, engine.channels, engine.control, self, plan.seed)
+        count = len(plan.bodies)
+        self.programs: list[Program] = []
+        self.finished = [False] * count
+        self.fibers: dict[int, Fiber] = {}
+        self.sent: dict[int, set[int]] = {}
+        self.deviations: dict[int, tuple[int, str]] = {}
+        self.row: Sequence[Action] = ()
+        self.cursor = 0
+        self.final: dict[int, list[nn.Parameter]] = {}
+        self.settled = False
+        self.swap = AttributeSwap(())
+
+    def run(self) -> list[Any]:
+        """Runs the step; returns what the bodies returned."""
+        plan, engine = self.plan, self.engine
+        recorded = self._choose_recorded()
+        for m in range(len(plan.bodies)):
+            program = None if m in recorded else engine._programs.get(plan.specs[m])
+            self.runs.append(MicrobatchRun(self.context, m, program))
+        for m in recorded:
+            self._record(m)
+        self._resolve(recorded)
+        self._learn(recorded)
+        for m, run in enumerate(self.runs):
+            if m not in recorded:
+                run.follow(engine._programs[plan.specs[m]])
+        self.programs = [run.program for run in self.runs]
+        self._follow_schedule(frozenset(recorded))
+        self._finish_deviated()
+        self._release_adopted()
+        self.channels.finish()
+        engine._known_names.add(plan.name)
+        return self.results
+
+    def close(self) -> None:
+        """Ends forwards that will not be resumed."""
+        for fiber in self.fibers.values():
+            fiber.cancel()
+
+    def _choose_recorded(self) -> list[int]:
+        """Microbatches without a program; all of them in the first step of a name."""
+        plan, engine = self.plan, self.engine
+        every = plan.record or plan.name not in engine._known_names
+        seen: set[Hashable] = set()
+        chosen = []
+        for m, spec in enumerate(plan.specs):
+            new = spec not in engine._programs and spec not in seen
+            if every or new or spec in engine._always_recorded:
+                chosen.append(m)
+            seen.add(spec)
+        return chosen
+
+    def _learn(self, recorded: list[int]) -> None:
+        """Keeps the recorded programs, unless microbatches of one spec differ."""
+        engine, plan = self.engine, self.plan
+        by_spec: dict[Hashable, Program] = {}
+        for m in recorded:
+            spec, run = plan.specs[m], self.runs[m]
+            known = by_spec.setdefault(spec, run.program)
+            if run.dynamic or not _equal(known, run.program):
+                engine._always_recorded.add(spec)
+        for spec, program in by_spec.items():
+            if not plan.record:
+                engine.remember(spec, program)
+
+    def _follow_schedule(self, done: frozenset[int]) -> None:
+        if not self.train and len(done) == len(self.runs):
+            self.settle()
+            return
+        schedule = self.engine.make_schedule(self.programs, done, self.train)
+        self.engine.schedule = schedule
+        for sender, row in enumerate(schedule.ranks):
+            if sender != self.rank:
+                messages = inbound(row, self.programs, sender, self.rank)
+                self.channels.expect(sender, ((key, edge.spec) for key, edge in messages))
+        self.row = schedule.ranks[self.rank]
+        if self.plan.on_final is not None:
+            units = {unit.index: unit for unit in self.runtime.units}
+            self.final = final_parameters(self.row, self.programs, self.rank, units)
+        names = {name for program in self.programs for name in program.attributes}
+        self.swap = AttributeSwap(sorted(names), self.runtime.outer_modules[""])
+        self.loop()
+
+    def loop(self) -> None:
+        """Runs the rest of this rank's actions, then settles with the others."""
+        while self.cursor < len(self.row):
+            action = self.row[self.cursor]
+            self.cursor += 1
+            if action.kind == "F":
+                self._forward(action)
+                continue
+            self._backward(action)
+            final = self.final.get(self.cursor - 1)
+            if final and not self.deviations:
+                assert self.plan.on_final is not None
+                self.plan.on_final(final)
+        if not self.settled:
+            self.settle()
+
+    def settle(self) -> None:
+        """All schedules are done: compares deviations and the replicated random stream."""
+        self.settled = True
+        self.channels.drain()
+        mine = [
+            sorted((m, *what) for m, what in self.deviations.items()),
+            DrawState(self.runtime.device).digest(),
+        ]
+        reports = self.control.agree(mine)
+        if any(report[0] != reports[0][0] for report in reports):
+            raise CommunicationError(_describe_split([report[0] for report in reports]))
+        if any(report[1] != reports[0][1] for report in reports):
+            raise CommunicationError(
+                "the stages drew different random numbers in the step's own code (outside of "
+                "submodules) or in a submodule that uses Python's or NumPy's global generator "
+                "only sometimes. Draw from torch, or outside of data-dependent branches."
+            )
+
+    def _finish_deviated(self) -> None:
+        """Forwards that left their programs go on call by call, then their backwards."""
+        for m in sorted(self.deviations, reverse=True):
+            if not self.finished[m]:
+                self._resume(m)
+        left = sorted(self.deviations)
+        self._resolve(left)
+        for m in left:
+            self.engine._programs.pop(self.plan.specs[m], None)
+            if self.train:
+                self._backward_in_order(self.runs[m], self._loss_seed(m))
+
+    def _release_adopted(self) -> None:
+        """Buffers that the step wrote on one rank get their numbers on all."""
+        found = [
+            buffer
+            for module in self.runtime.outer_modules.values()
+            for buffer in (*module._buffers.values(), *module.__dict__.values())
+            if isinstance(buffer, PlacedTensor) and buffer._value.is_adopted
+        ]
+        if found:
+            for tensor, numbers in zip(found, self.engine.fetch(found), strict=True):
+                release(tensor, numbers)
+
+    def _call_body(self, m: int) -> None:
+        """The user's step for one microbatch, from its first call to its last."""
+        run = self.runs[m]
+        restore = self.runtime.activate(run)
+        try:
+            with OuterMode(run):
+                self.results[m] = self.plan.bodies[m]()
+        finally:
+            restore()
+        if run.following and run.position != len(run.entries):
+            run.leave_program(("end of the step",))
+        if self.plan.loss_of is not None:
+            run.note_loss(self.plan.loss_of(self.results[m]))
+        self.finished[m] = True  # not before: where it left its program it must go on first
+
+    def _record(self, m: int) -> None:
+        watch = AttributeWatch(self.runtime.outer_modules.items())
+        run = self.runs[m]
+        self._call_body(m)
+        run.program.attributes = (*watch.written(), *run.planted())
+        run.dynamic |= run.draws_late()
+
+    def _forward(self, action: Action) -> None:
+        m = action.microbatch
+        self.engine.position = f"forward of microbatch {m}"
+        if m in self.deviations:
+            self._send_empty(action)
+            return
+        own = [node for node in self.programs[m].segments if node[0] == self.rank]
+        if len(own) == 1:
+            self._call_body(m)
+        else:
+            self._resume(m)
+
+    def _resume(self, m: int) -> None:
+        fiber = self.fibers.get(m)
+        if fiber is None:
+            fiber = self.fibers[m] = Fiber(self.engine._pool, lambda: self._call_body(m))
+        self.swap.enter(m)
+        try:
+            fiber.resume()
+        finally:
+            self.swap.leave(m)
+
+    def pause(self, run: MicrobatchRun) -> None:
+        """Called where the run's next segment begins on this rank."""
+        fiber = self.fibers.get(run.index)
+        if fiber is not None and run.index not in self.deviations:
+            fiber.suspend()
+
+    def receive(self, run: MicrobatchRun, edge: Edge) -> torch.Tensor:
+        """The value of an edge that ends here."""
+        source = edge.source[0]
+        if not edge.is_message:
+            device = self.runtime.device if edge.spec.on_run_device else torch.device("cpu")
+            return torch.empty(edge.spec.shape, dtype=edge.spec.dtype, device=device)
+        if run.following:
+            return self.channels.take(source, ("f", run.index, edge.index))
+        return self.channels.receive(source, edge.spec)
+
+    def deviated(self, run: MicrobatchRun, position: int, key: tuple[Any, ...]) -> None:
+        """Stops a run that left its program until all ranks have played their schedules."""
+        m = run.index
+        self.deviations[m] = (position, self.context.describe_call(key))
+        self._send_empty(self.row[self.cursor - 1], skip=run.sent)
+        fiber = self.fibers.get(m)
+        if fiber is not None:
+            fiber.suspend()
+            return
+        rest = Fiber(self.engine._pool, self.loop)  # this thread keeps the microbatch's frames
+        rest.resume()
+        assert rest.done
+
+    def _send_empty(self, action: Action, skip: frozenset[int] | set[int] = frozenset()) -> None:
+        """Keeps a deviated microbatch's promises of one action with messages without meaning."""
+        program = self.programs[action.microbatch]
+        node = program.segments[action.segment]
+        table = program.forward_messages if action.kind == "F" else program.gradient_messages
+        for edge in table.get(node, ()):
+            if action.kind == "F" and edge.index in skip:
+                continue
+            to = edge.target[0] if action.kind == "F" else edge.source[0]
+            self.channels.send(empty_message(edge, self.runtime.device), to, copy=False)
+
+    def _backward(self, action: Action) -> None:
+        m = action.microbatch
+        self.engine.position = f"backward of microbatch {m}"
+        if m in self.deviations:
+            self._send_empty(action)
+            return
+        node = self.programs[m].segments[action.segment]
+        self._run_backward(self.runs[m], node[1], self._loss_seed(m), retain_graph=False)
+
+
+def _equal(one: Program, other: Program) -> bool:
+    if one is other:
+        return True
+    return len(one.entries) == len(other.entries) and all(
+        a.key == b.key and a.outcome == b.outcome
+        for a, b in zip(one.entries, other.entries, strict=True)
+    )
+
+
+def _describe_split(reports: list[Any]) -> str:
+    lines = []
+    for stage, report in enumerate(reports):
+        said = ", ".join(f"microbatch {m} at call {position}" for m, position, _ in report)
+        lines.append(f"stage {stage}: {said or 'followed the recorded step'}")
+    return (
+        "the stages took different paths through the step's code: " + "; ".join(lines) + ". "
+        "All stages must run the same step on the same data: look for a branch on the rank, on "
+        "local state, or on a value that a submodule left on one stage."
+    )

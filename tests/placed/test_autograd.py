@@ -1,0 +1,102 @@
+"""Segments as islands of autograd: cut where values enter, joined by gradients."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from lightning_smp.placed.autograd import Segment, arrive, reachable_edges
+
+
+def test_two_segments_give_the_gradients_of_one_graph() -> None:
+    weight = torch.randn(3, 3, requires_grad=True)
+    x = torch.randn(2, 3)
+    (torch.tanh(x @ weight) @ weight).sum().backward()
+    expected, weight.grad = weight.grad, None
+
+    first, second = Segment(), Segment()
+    sent = torch.tanh(x @ weight)
+    first.leave(7, sent)
+    received = arrive(sent.detach(), second, 7)
+    second.loss = (received @ weight).sum()
+    second.backward({}, torch.ones(()))
+    first.backward({7: second.gradients[7]}, None)
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, expected)
+
+
+def test_arrival_may_be_changed_in_place() -> None:
+    segment = Segment()
+    value = arrive(torch.ones(3), segment, 0)
+    assert value.requires_grad
+    assert not value.is_leaf
+    value.mul_(2)
+    value[0] = 5
+    segment.loss = (value * 3).sum()
+    segment.backward({}, torch.ones(()))
+    assert segment.gradients[0].tolist() == [0, 6, 6]
+
+
+def test_arrival_without_grad_mode_still_has_a_graph() -> None:
+    with torch.no_grad():
+        value = arrive(torch.ones(3), Segment(), 0)
+    assert value.requires_grad
+
+
+def test_value_that_enters_twice_gets_the_sum() -> None:
+    segment = Segment()
+    one, two = (arrive(torch.ones(2), segment, 4) for _ in range(2))
+    segment.loss = (one * 2 + two * 3).sum()
+    segment.backward({}, torch.ones(()))
+    assert segment.entered == [4, 4]
+    assert segment.gradients[4].tolist() == [5, 5]
+
+
+def test_unused_arrival_gets_no_gradient() -> None:
+    segment = Segment()
+    used, _ = arrive(torch.ones(2), segment, 0), arrive(torch.ones(2), segment, 1)
+    segment.loss = used.sum()
+    segment.backward({}, torch.ones(()))
+    assert list(segment.gradients) == [0]
+
+
+def test_value_that_left_may_be_freed() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    segment = Segment()
+    sent = weight * 2
+    segment.leave(0, sent)
+    ref = weakref.ref(sent)
+    del sent
+    assert ref() is None
+    segment.backward({0: torch.ones(3)}, None)
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2, 2, 2]
+
+
+def test_value_without_gradient_does_not_leave() -> None:
+    segment = Segment()
+    segment.leave(0, torch.ones(3))
+    assert segment.left == {}
+    segment.backward({}, None)
+    assert segment.gradients == {}
+
+
+def test_reachable_edges_stay_in_their_segment() -> None:
+    segment, other = Segment(), Segment()
+    a, b, c = (arrive(torch.ones(2), segment, edge) for edge in (3, 1, 2))
+    foreign = arrive(torch.ones(2), other, 9)
+    segment.leave(5, a * b + foreign)
+    assert reachable_edges([segment.left[5]], segment) == [1, 3]
+    assert reachable_edges([c.sum(), a], segment) == [2, 3]
+    assert reachable_edges([segment.left[5]], other) == [9]
+    assert reachable_edges([torch.ones(1)], segment) == []
+
+
+def test_graph_may_be_kept() -> None:
+    segment = Segment()
+    value = arrive(torch.ones(2), segment, 0)
+    segment.loss = (value**2).sum()
+    for _ in range(2):
+        segment.backward({}, torch.ones(()), retain_graph=True)
+        assert segment.gradients[0].tolist() == [2, 2]

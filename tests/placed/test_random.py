@@ -1,0 +1,110 @@
+"""Random streams: seeded by what runs, undone afterwards, equal on all ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_smp.placed.random import DrawState, isolated_draws, mix_seed, seed_everywhere
+
+CPU = torch.device("cpu")
+numbers = st.lists(st.integers(-(2**70), 2**70), max_size=5)
+
+
+@pytest.fixture(autouse=True)
+def kept_streams() -> Iterator[None]:
+    state = DrawState(CPU)
+    yield
+    state.restore()
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+@given(numbers)
+def test_seed_fits_a_generator(parts: list[int]) -> None:
+    seed = mix_seed(*parts)
+    assert 0 <= seed < 2**63
+    assert seed == mix_seed(*parts)
+    assert seed != mix_seed(*parts, 0)
+
+
+def test_seeds_of_neighbours_differ() -> None:
+    grid = {mix_seed(s, m, u, c) for s in range(8) for m in range(8) for u in range(8) for c in (0, 1)}
+    assert len(grid) == 8 * 8 * 8 * 2
+    assert mix_seed(1, 2) != mix_seed(2, 1)
+
+
+def test_restored_streams_repeat() -> None:
+    state = DrawState(CPU)
+    first = draw()
+    assert draw() != first
+    state.restore()
+    assert draw() == first
+
+
+def test_seeding_all_streams() -> None:
+    seed_everywhere(2**62 + 5, CPU)
+    first = draw()
+    seed_everywhere(2**62 + 5, CPU)
+    assert draw() == first
+
+
+@pytest.mark.parametrize("stream", [0, 1, 2], ids=["random", "numpy", "torch"])
+def test_digest_sees_a_draw_of_each_stream(stream: int) -> None:
+    before = DrawState(CPU).digest()
+    assert DrawState(CPU).digest() == before
+    (random.random, np.random.rand, lambda: torch.rand(()))[stream]()
+    assert DrawState(CPU).digest() != before
+
+
+def test_state_travels_as_plain_data() -> None:
+    state = DrawState(CPU)
+    first = draw()
+    again = DrawState.from_plain(state.to_plain(), CPU)
+    assert again.digest() == state.digest()
+    again.restore()
+    assert draw() == first
+
+
+@pytest.mark.parametrize("guard_python", [True, False])
+def test_isolated_draws_leave_no_trace(guard_python: bool) -> None:
+    before = DrawState(CPU).digest()
+    with isolated_draws(5, CPU, guard_python=guard_python):
+        first = torch.rand(3)
+        if guard_python:
+            draw()
+    assert DrawState(CPU).digest() == before
+    torch.rand(7)
+    with isolated_draws(5, CPU, guard_python=guard_python):
+        assert torch.rand(3).tolist() == first.tolist()
+
+
+def test_isolated_draws_are_undone_after_an_error() -> None:
+    before = DrawState(CPU).digest()
+    with pytest.raises(KeyError), isolated_draws(5, CPU, guard_python=True):
+        draw()
+        raise KeyError
+    assert DrawState(CPU).digest() == before
+
+
+def test_what_was_drawn_is_known() -> None:
+    with isolated_draws(5, CPU, guard_python=True) as draws:
+        assert not draws.used()
+        assert not draws.used_python()
+        torch.rand(1)
+        assert draws.used()
+        assert not draws.used_python()
+        np.random.rand()
+        assert draws.used_python()
+    with isolated_draws(5, CPU, guard_python=True) as draws:
+        random.random()
+        assert not draws.used()
+        assert draws.used_python()

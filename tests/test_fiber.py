@@ -1,0 +1,110 @@
+"""Forwards that stop in the middle: one runs at a time, with its maker's modes, and none is lost."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_smp.fiber import Fiber, FiberPool
+
+
+@pytest.fixture
+def pool() -> Iterator[FiberPool]:
+    pool = FiberPool()
+    yield pool
+    pool.close()
+
+
+def test_fibers_take_turns(pool: FiberPool) -> None:
+    seen: list[str] = []
+    fibers: dict[str, Fiber] = {}
+
+    def work(name: str) -> str:
+        for part in range(3):
+            seen.append(f"{name}{part}")
+            fibers[name].suspend()
+        return name.upper()
+
+    for name in "ab":
+        fibers[name] = Fiber(pool, lambda name=name: work(name))
+    assert seen == []
+    for _ in range(4):
+        for fiber in fibers.values():
+            fiber.resume()
+    assert seen == ["a0", "b0", "a1", "b1", "a2", "b2"]
+    assert [(f.done, f.result) for f in fibers.values()] == [(True, "A"), (True, "B")]
+
+
+def test_error_reaches_who_resumes(pool: FiberPool) -> None:
+    def fail() -> None:
+        raise KeyError("inside")
+
+    fiber = Fiber(pool, fail)
+    with pytest.raises(KeyError, match="inside"):
+        fiber.resume()
+    assert fiber.done
+
+
+def test_cancelling_runs_the_cleanup(pool: FiberPool) -> None:
+    seen: list[str] = []
+
+    def work() -> None:
+        try:
+            fiber.suspend()
+            seen.append("went on")
+        finally:
+            seen.append("cleaned")
+
+    fiber = Fiber(pool, work)
+    fiber.resume()
+    fiber.cancel()
+    fiber.cancel()
+    assert seen == ["cleaned"]
+    assert fiber.done
+
+
+def test_cancelling_before_the_start_runs_nothing(pool: FiberPool) -> None:
+    seen: list[int] = []
+    fiber = Fiber(pool, lambda: seen.append(1))
+    fiber.cancel()
+    assert fiber.done
+    assert seen == []
+
+
+def test_modes_are_those_of_the_maker(pool: FiberPool) -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable")
+    variable.set("mine")
+
+    def modes() -> tuple[bool, bool, torch.dtype, str]:
+        return (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"),
+                torch.get_autocast_dtype("cpu"), variable.get())  # fmt: skip
+
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        fiber = Fiber(pool, modes)
+    fiber.resume()
+    assert fiber.result == (False, True, torch.bfloat16, "mine")
+    again = Fiber(pool, modes)
+    again.resume()
+    assert again.result[:2] == (True, False)
+
+
+def test_inference_mode_is_kept(pool: FiberPool) -> None:
+    with torch.inference_mode():
+        fiber = Fiber(pool, torch.is_inference_mode_enabled)
+        fiber.resume()
+    assert fiber.result is True
+
+
+def test_threads_are_reused(pool: FiberPool) -> None:
+    threads = []
+    for _ in range(5):
+        fiber = Fiber(pool, threading.get_ident)
+        fiber.resume()
+        while not pool._idle:  # the thread returns a moment after it handed over control
+            pass
+        threads.append(fiber.result)
+    assert len(set(threads)) == 1

@@ -1,0 +1,70 @@
+"""Both sides of a pair of ranks see the same messages in the same order."""
+
+from __future__ import annotations
+
+from lightning_smp.messages import (
+    backward_order,
+    forward_messages,
+    gradient_messages,
+    inbound,
+    segment_graph,
+)
+from lightning_smp.program import Program
+from lightning_smp.schedule import make_schedule
+from tests.test_program import edge, entry
+
+
+def u_program() -> Program:
+    """Rank 0, rank 1, rank 0 again, with a value carried over on rank 0."""
+    program = Program(
+        entries=[entry(0), entry(1), entry(0, (0,))],
+        edges=[
+            edge(0, (0, 0), (1, 0), produced=0, consumed=1),
+            edge(1, (1, 0), (0, 1), produced=1, consumed=2),
+            edge(2, (0, 0), (0, 1), produced=0, consumed=2),
+        ],
+        segments=[(0, 0), (1, 0), (0, 1)],
+        loss_segment=(0, 1),
+    )
+    program.seal()
+    program.resolve_gradients(
+        [{"edges": {0: [], 2: []}, "loss": [1, 2]}, {"edges": {1: [0]}, "loss": None}]
+    )
+    program.forward_messages = forward_messages(program)
+    program.gradient_messages = gradient_messages(program)
+    return program
+
+
+def test_messages_of_each_segment() -> None:
+    program = u_program()
+    forward = {node: [e.index for e in edges] for node, edges in program.forward_messages.items()}
+    backward = {node: [e.index for e in edges] for node, edges in program.gradient_messages.items()}
+    assert forward == {(0, 0): [0], (1, 0): [1]}
+    assert backward == {(1, 0): [0], (0, 1): [1]}
+
+
+def test_backward_runs_from_the_loss() -> None:
+    assert backward_order(u_program()) == [(0, 1), (1, 0), (0, 0)]
+
+
+def test_graph_for_the_scheduler() -> None:
+    program = u_program()
+    program.entries[1].cost = 2.0
+    graph = segment_graph(program, 2)
+    assert [s.rank for s in graph.segments] == [0, 1, 0]
+    assert [s.forward_cost for s in graph.segments] == [0.0, 2.0, 0.0]
+    assert [s.backward_cost for s in graph.segments] == [0.0, 4.0, 0.0]
+    pairs = {(e.source, e.target): e.has_gradient for e in graph.edges}
+    assert pairs == {(0, 1): True, (1, 2): True, (0, 2): True}
+
+
+def test_inbound_follows_the_sender() -> None:
+    program = u_program()
+    programs = [program] * 3
+    for pipeline in ("simple", "interleaved"):
+        schedule = make_schedule([segment_graph(program, 2)] * 3, pipeline)
+        keys = [key for key, _ in inbound(schedule.ranks[0], programs, 0, 1)]
+        assert sorted(keys) == sorted([(k, m, e) for m in range(3) for k, e in (("f", 0), ("g", 1))])
+        back = [key for key, _ in inbound(schedule.ranks[1], programs, 1, 0)]
+        assert sorted(back) == sorted([(k, m, e) for m in range(3) for k, e in (("f", 1), ("g", 0))])
+        assert list(inbound(schedule.ranks[0], programs, 0, 0)) == []
