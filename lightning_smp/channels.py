@@ -2,12 +2,17 @@
 
 Sends never block. Receives are posted in the sender's order, which both sides know, a few ahead of
 need.
+
+Note: one group a direction. NCCL runs what is posted on one communicator one after the other, so a
+receive that is posted ahead of need would hold up a send to the same rank, for ever if that send is
+what the other side waits for. So each direction has a communicator, and a stream, of its own.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +25,9 @@ __all__ = ["Channels"]
 _AHEAD = 4
 """Receives posted beyond the one that is needed."""
 
+_MAX_BLOCKS = 4
+"""Thread blocks of a communicator between two stages."""
+
 _MAX_UNFINISHED = 256
 """Sends whose buffers are kept before the oldest is waited for."""
 
@@ -29,20 +37,29 @@ class Channels:
 
     Args:
         ranks: global rank of each stage.
-        group: a group of exactly these ranks, used for nothing else.
+        group: a group of these ranks.
         device: the run's device; where the backend cannot reach it (gloo and CUDA), tensors are
             staged through host memory.
+        timeout: of one operation, for the groups that are made for NCCL.
     """
 
     def __init__(
-        self, ranks: tuple[int, ...], group: dist.ProcessGroup, device: torch.device
+        self,
+        ranks: tuple[int, ...],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: timedelta | None = None,
     ) -> None:
         self._ranks = ranks
+        self._here = ranks.index(dist.get_rank())
         self._group = group
         self._device = device
-        self._stages = device.type == "cuda" and dist.get_backend(group) == "gloo"
+        self._timeout = timeout
+        self._is_nccl = dist.get_backend(group) == "nccl"
+        self._stages = device.type == "cuda" and not self._is_nccl
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
         self._inbound = {stage: _Inbound(self, stage) for stage in range(len(ranks))}
+        self._directions: dict[tuple[int, int], dist.ProcessGroup] = {}
 
     def send(self, tensor: torch.Tensor, stage: int, *, copy: bool) -> None:
         """Sends to a stage; ``copy`` where the tensor may be changed before it has gone out."""
@@ -52,7 +69,8 @@ class Channels:
         elif copy or not payload.is_contiguous():
             payload = payload.clone(memory_format=torch.contiguous_format)
         payload = payload.contiguous().view(-1).view(torch.uint8)
-        work = dist.isend(payload, group=self._group, dst=self._ranks[stage])
+        group = self._direction(self._here, stage)
+        work = dist.isend(payload, group=group, dst=self._ranks[stage])
         self._sends.append((work, payload))
         if len(self._sends) > _MAX_UNFINISHED:
             self._sends.popleft()[0].wait()
@@ -86,10 +104,34 @@ class Channels:
         device = torch.device("cpu") if host else self._device
         buffer = torch.empty(spec.shape, dtype=spec.dtype, device=device)
         flat = buffer.view(-1).view(torch.uint8)
-        return dist.irecv(flat, group=self._group, src=self._ranks[stage]), buffer, flat
+        group = self._direction(stage, self._here)
+        return dist.irecv(flat, group=group, src=self._ranks[stage]), buffer, flat
+
+    def _direction(self, source: int, target: int) -> dist.ProcessGroup:
+        """The group for one direction between two stages; made by both at its first use."""
+        if not self._is_nccl:
+            return self._group
+        if (source, target) not in self._directions:
+            pair = sorted((source, target))
+            for direction in (tuple(pair), tuple(reversed(pair))):
+                self._directions[direction] = dist.new_group(  # type: ignore[index]
+                    [self._ranks[stage] for stage in pair],
+                    self._timeout,
+                    backend="nccl",
+                    pg_options=_few_blocks(),
+                    use_local_synchronization=True,
+                )
+        return self._directions[source, target]
 
     def _land(self, buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         return buffer.to(self._device) if self._stages and spec.on_run_device else buffer
+
+
+def _few_blocks() -> Any:
+    """A communicator takes up to 390 MiB with all its blocks; a neighbour needs few of them."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _MAX_BLOCKS
+    return options
 
 
 class _Inbound:

@@ -74,10 +74,10 @@ class FailureWatch:
         self._reported_s = time.monotonic()
         where = f"on rank {self._rank} (stage {stage}{', ' + position if position else ''})"
         _add_note(error, where)
-        text = f"{where}: {type(error).__name__}: {error}"
+        what = f"{type(error).__name__}: {error}"
         found: list[str] = []
-        _bounded(lambda: found.extend(self._tell(text, is_loss=_is_loss(error))))
-        lines = [f"failure {text}", *found]
+        _bounded(lambda: found.extend(self._tell(where, what, is_loss=_is_loss(error))))
+        lines = [f"failure {where}: {what}", *found]
         for note in found:
             _add_note(error, note)
         sys.stderr.write("".join(f"[lightning_smp] {line}\n" for line in lines))
@@ -102,7 +102,7 @@ class FailureWatch:
 
     # ---- the failing rank -------------------------------------------------------------------
 
-    def _tell(self, text: str, *, is_loss: bool) -> list[str]:
+    def _tell(self, where: str, what: str, *, is_loss: bool) -> list[str]:
         """Posts the failure, unless another one was first; returns what is to be said of others."""
         try:
             silent = self._silent() if is_loss else []
@@ -110,11 +110,12 @@ class FailureWatch:
             if silent:
                 ranks = ", ".join(map(str, silent))
                 found = [f"no sign of life from rank {ranks} in the last {_SILENCE_S} s"]
-            first = self._board.post("; ".join([text, *found]))
-            if first.startswith(text):
+            first = self._board.post("; ".join([f"{where}: {what}", *found]))
+            if first.startswith(where):
                 self._await(lambda: self._board.heard() >= len(self._others), _HEARD_S)
-                return found
-            return [*found, f"the first failure was {first}"]
+            elif not first.endswith(what):  # or all ranks refuse the same
+                found.append(f"the first failure was {first}")
+            return found
         except RuntimeError as error:
             lost = f"the store of rank {_HOST} or the launcher is gone: {_first_line(error)}"
             return [lost] if is_loss else []

@@ -276,7 +276,7 @@ class StrategyCore(Steps):
         place_weights(self.lightning_module, self._ownership, self._runtime, self.optimizers)
         self._engine = PipelineEngine(
             self._runtime,
-            Channels(ranks, groups.pp, self.root_device),
+            Channels(ranks, groups.pp, self.root_device, timedelta(seconds=self.config.timeout)),
             Control(ranks, groups.control),
             pipeline=self.config.pipeline,
             active_microbatches=self.config.active_microbatches,

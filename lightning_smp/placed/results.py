@@ -37,8 +37,8 @@ class Results(Executing):
             raise CommunicationError(
                 f"stage {self.rank}, microbatch {self.index}: {self._label(target)} {problem}, "
                 "while the other stages expect what it gave when the step was recorded. A result "
-                "whose shape depends on data must be made in the code between submodules, or inside one "
-                "submodule that reduces it to a fixed shape."
+                "whose shape depends on data must be made in the code between submodules, or "
+                "inside one submodule that reduces it to a fixed shape."
             )
         return self._finish(entry, target, operands, position, real, seed)
 

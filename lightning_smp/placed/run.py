@@ -138,7 +138,8 @@ class MicrobatchRun(Results):
                 f"stage {self.rank}, microbatch {self.index}: call {len(self.entries) - 1} is "
                 f"{self.context.describe_call(entry.key)} here, but stage {entry.home} made "
                 "another call or gave other operands. All stages must run the same step "
-                "on the same data: look for code that depends on the rank, on local data or on an unseeded draw."
+                "on the same data: look for code that depends on the rank, on local data or on "
+                "an unseeded draw."
             )
         return entry.outcome if mine else outcome_from_plain(plain)
 

@@ -103,6 +103,8 @@ def train_reference(case: Case, layout: Layout | None = None) -> Result:
     batch_size = case.batch_size * (layout.dp if layout else 1)
     if layout is None or reference_kind(case, layout) == "plain":
         return _train(case, strategy="auto", devices=1, batch_size=batch_size)
+    if reference_kind(case, layout) == "smp":
+        raise ValueError(f"{case.name} draws its own noise: compare with smp at pp=1")
     return train_in_pieces(case, layout)
 
 

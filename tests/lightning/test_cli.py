@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from tests.lightning.test_launch import _run as run_program
 from tests.support.launch import run_ranks
@@ -19,7 +20,7 @@ _TRAINER = [
     "--trainer.devices=2",
     "--trainer.max_epochs=1",
     "--trainer.limit_train_batches=2",
-    "--trainer.limit_val_batches=1",
+    "--trainer.limit_val_batches=0",
     "--trainer.logger=false",
     "--trainer.enable_checkpointing=false",
     "--trainer.enable_progress_bar=false",
@@ -59,9 +60,14 @@ def _cli(rank: int, world_size: int, namespace: str, arguments: list[str]) -> di
 
     cli = importlib.import_module(f"{namespace}.cli").LightningCLI
     demos = importlib.import_module(f"{namespace}.demos.boring_classes")
+
+    class Data(demos.BoringDataModule):  # type: ignore[name-defined, misc]
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(demos.RandomDataset(32, 64), batch_size=4)
+
     trainer = cli(
         demos.BoringModel,
-        demos.BoringDataModule,
+        Data,
         save_config_callback=None,
         args=["fit", *_TRAINER, *arguments],
     ).trainer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.timeout(150)
 
 _NOTICED_S = 20.0  # from the fault to the last exception
 _RUN_TIMEOUT_S = 90
+_STOPPED_S = 15
 _BATCH = 2  # the batch in which something goes wrong
 _FOLDER = "SMP_TEST_FOLDER"
 _WORDS = "the user's own words"
@@ -84,6 +86,8 @@ def _go_wrong(kind: str) -> None:
         raise ValueError(_WORDS)
     if kind in ("exit", "exit_well"):
         os._exit(3 if kind == "exit" else 0)
+    if kind == "stop":  # the run ends when this rank is gone too
+        subprocess.Popen(["sh", "-c", f"sleep {_STOPPED_S}; kill -9 {os.getpid()}"])
     if kind in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
     while kind == "loop":
@@ -130,9 +134,9 @@ class Run(NamedTuple):
 def fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """Trains until the fault; fails if a rank ends well or too late."""
 
-    def run(ranks: int, *, late: float = _NOTICED_S, limit: float = _RUN_TIMEOUT_S, **options: Any):
+    def run(ranks: int, *, late: float = _NOTICED_S, **options: Any):
         report = run_ranks_expect_failure(
-            _fit, ranks, options, timeout=limit, env={_FOLDER: str(tmp_path)}
+            _fit, ranks, options, timeout=_RUN_TIMEOUT_S, env={_FOLDER: str(tmp_path)}
         )
         output = capsys.readouterr().out
         assert (tmp_path / "fault").exists(), report.outcomes
@@ -207,10 +211,10 @@ def test_death_in_the_middle_of_a_pipeline(fail: Any) -> None:
 
 
 def test_stopped_rank_ends_the_others_after_the_timeout(fail: Any) -> None:
-    run = fail(2, inside="stop", timeout=4, limit=45)
+    run = fail(2, inside="stop", timeout=4)
     assert run.outcomes[0].exitcode == 1
     assert "no sign of life from rank 1" in (run.outcomes[0].error or "")
-    assert run.noticed_s[0] > 3
+    assert 3 < run.noticed_s[0] < _STOPPED_S
 
 
 def test_rank_that_never_comes_back_is_ended(fail: Any) -> None:
