@@ -44,29 +44,32 @@ def python_cpu_s() -> float:
 
 
 def alternate(
-    contenders: Mapping[str, Callable[[], None]], *, microbatches: int, rounds: int, repeats: int
-) -> Runs:
+    contenders: Mapping[str, Callable[[], None]], *, microbatches: int, rounds: int, repeats: int,
+    together: bool = True,
+) -> Runs:  # fmt: skip
     """Runs the contenders in turns, each round in the reverse order of the last.
 
-    Collective over the world: every rank must call with the same contenders.
+    Collective over the world (if ``together``): every rank must call with the same contenders.
 
     Args:
         contenders: each runs one step of ``microbatches``.
         microbatches: what a step's cost is divided by.
         rounds: turns of each contender.
         repeats: steps in a turn.
+        together: whether the ranks begin each turn at the same time.
     """
     runs: Runs = {name: [] for name in contenders}
     order = list(contenders)
     for _ in range(rounds):
         for name in order:
+            if together:
+                dist.barrier()
             runs[name].append(_cost(contenders[name], microbatches * repeats, repeats))
         order.reverse()
     return runs
 
 
 def _cost(step: Callable[[], None], microbatches: int, repeats: int) -> Cost:
-    dist.barrier()
     wall, cpu = time.perf_counter(), python_cpu_s()
     for _ in range(repeats):
         step()

@@ -1,9 +1,10 @@
 """Host cost of placed execution where a rank owns 1 of many layers of a Hugging Face model.
 
-Rank 1 owns the middle layer, rank 0 all the rest; rank 1 is measured. Its CPU time per microbatch
-(forward and backward) minus the layer's maths, its messages and the model's own outer Python is
-what placed execution costs. The outer Python is the same model with every unit replaced by a
-function that returns a tensor made before.
+Rank 1 owns the middle layer, rank 0 all the rest. After real steps have recorded the program, rank
+1 follows it again and again by itself: received tensors are empty ones, sends go nowhere. So every
+repetition finds warm caches and waits for nobody. Its CPU time for one microbatch's forward, minus
+the layer's own forward and the model's own outer Python, is what placed execution costs. The outer
+Python is the same model with every unit replaced by a function that returns what it returned once.
 """
 
 from __future__ import annotations
@@ -20,11 +21,17 @@ from torch import Tensor, nn
 
 from benchmarks.engine_setup import split_module, stepper_of, train_step
 from benchmarks.measure import alternate
+from lightning_smp.engine import PipelineEngine
 from lightning_smp.partition import find_atoms
+from lightning_smp.placed.outer import OuterMode, outer_patches
+from lightning_smp.placed.run import MicrobatchRun
+from lightning_smp.placed.runtime import StepContext
+from lightning_smp.program import Edge
 
 __all__ = ["placed_host_cost"]
 
 _VOCABULARY, _WIDTH, _HEADS, _ROWS, _LENGTH = 64, 16, 2, 1, 8
+_MICROBATCHES = 8
 
 
 class LanguageModel(pl.LightningModule):
@@ -39,29 +46,76 @@ class LanguageModel(pl.LightningModule):
         return loss
 
 
-def placed_host_cost(
-    rank: int, family: str, layers: int, microbatches: int, rounds: int
-) -> dict[str, Any]:
-    """Measures one model. Collective over the world."""
+def placed_host_cost(rank: int, family: str, layers: int, rounds: int) -> dict[str, Any]:
+    """Measures one model on rank 1. Collective over the world."""
     torch.manual_seed(0)
     module = LanguageModel(_model(family, layers))
     owned = _layers_name(family) + f".{layers // 2}"
-    batch = torch.randint(0, _VOCABULARY, (_ROWS * microbatches, _LENGTH))
-    bare = deepcopy(module)
-    outer = _outer_step(bare, batch, microbatches)
-    maths = _layer_step(deepcopy(module), owned, batch[:_ROWS], microbatches)
-    engine = split_module(module, batch[:_ROWS], {owned: 1}, rank=rank, pipeline="interleaved")
-    contenders = {
-        "smp": train_step(stepper_of(module, engine), batch, microbatches),
-        "outer": outer,
-        "maths": maths,
-        "messages": _message_step(rank, microbatches),
-    }
-    for step in contenders.values():
-        for _ in range(3):
-            step()
-    runs = alternate(contenders, microbatches=microbatches, rounds=rounds, repeats=1)
+    batch = torch.randint(0, _VOCABULARY, (_ROWS * 2, _LENGTH))
+    piece = batch[:_ROWS]
+    outer = _outer_step(deepcopy(module), piece)
+    maths = _layer_step(deepcopy(module), owned, piece)
+    engine = split_module(module, piece, {owned: 1}, rank=rank, pipeline="interleaved")
+    step = train_step(stepper_of(module, engine), batch, 2)
+    for _ in range(2):
+        step()
+    dist.barrier()
+    if rank == 0:
+        return {}
+    contenders = {"smp": _followed(module, engine, piece), "outer": outer, "maths": maths}
+    for contender in contenders.values():
+        contender()
+    runs = alternate(
+        contenders, microbatches=_MICROBATCHES, rounds=rounds, repeats=1, together=False
+    )
     return {name: [asdict(cost) for cost in costs] for name, costs in runs.items()}
+
+
+def _followed(
+    module: LanguageModel, engine: PipelineEngine, piece: Tensor
+) -> Callable[[], None]:
+    """Forwards that follow the recorded program without the other rank."""
+    (program,) = engine._programs.values()
+    alone = _Alone()
+    runtime = engine.runtime
+
+    def forward() -> None:
+        context = StepContext(runtime, alone, engine.control, alone, (0,))  # type: ignore[arg-type]
+        run = MicrobatchRun(context, 0, program)
+        with outer_patches(run):
+            for index in range(_MICROBATCHES):
+                run = MicrobatchRun(context, index, program)
+                restore = runtime.activate(run)
+                with OuterMode(run):
+                    module.training_step(piece, 0)
+                restore()
+                assert run.following
+                assert run.position == len(run.entries)
+
+    return forward
+
+
+class _Alone:
+    """Channels and engine of a rank without peers: what arrives is zeros, what is sent is gone."""
+
+    context: Any = None
+
+    def send(self, tensor: Tensor, stage: int, *, copy: bool) -> None:
+        """Drops the tensor."""
+
+    def receive(self, run: MicrobatchRun, edge: Edge) -> Tensor:
+        """Zeros of the edge's shape."""
+        return torch.zeros(edge.spec.shape, dtype=edge.spec.dtype)
+
+    def pause(self, run: MicrobatchRun) -> None:
+        """Goes on at once."""
+
+    def deviated(self, run: MicrobatchRun, position: int, key: tuple[Any, ...]) -> None:
+        """The program must fit, or the figure would mean nothing."""
+        raise AssertionError(f"call {position} left the program: {key}")
+
+    def backward(self, *_: Any) -> None:
+        """The step asks for none."""
 
 
 def _model(family: str, layers: int) -> nn.Module:
@@ -71,7 +125,7 @@ def _model(family: str, layers: int) -> nn.Module:
         return GPT2LMHeadModel(
             GPT2Config(
                 vocab_size=_VOCABULARY, n_positions=_LENGTH, n_embd=_WIDTH, n_layer=layers,
-                n_head=_HEADS,
+                n_head=_HEADS, bos_token_id=0, eos_token_id=0,
             )
         )  # fmt: skip
     return LlamaForCausalLM(
@@ -87,9 +141,8 @@ def _layers_name(family: str) -> str:
     return "model.transformer.h" if family == "gpt2" else "model.model.layers"
 
 
-def _outer_step(module: LanguageModel, batch: Tensor, microbatches: int) -> Callable[[], None]:
+def _outer_step(module: LanguageModel, piece: Tensor) -> Callable[[], None]:
     """The step's Python without its units: each returns what it returned once."""
-    pieces = batch.chunk(microbatches)
     atoms = find_atoms(module)
     kept: dict[int, Any] = {}
 
@@ -98,7 +151,7 @@ def _outer_step(module: LanguageModel, batch: Tensor, microbatches: int) -> Call
 
     handles = [atom.module.register_forward_hook(note) for atom in atoms]
     with torch.no_grad():
-        module.training_step(pieces[0], 0)
+        module.training_step(piece, 0)
     for handle in handles:
         handle.remove()
     for atom in atoms:
@@ -106,16 +159,14 @@ def _outer_step(module: LanguageModel, batch: Tensor, microbatches: int) -> Call
         atom.module.forward = lambda *args, result=result, **kwargs: result
 
     def step() -> None:
-        for piece in pieces:
+        for _ in range(_MICROBATCHES):
             module.training_step(piece, 0)
 
     return step
 
 
-def _layer_step(
-    module: LanguageModel, owned: str, piece: Tensor, microbatches: int
-) -> Callable[[], None]:
-    """Forward and backward of the owned layer, with the operands that the model gives it."""
+def _layer_step(module: LanguageModel, owned: str, piece: Tensor) -> Callable[[], None]:
+    """Forward of the owned layer, with the operands that the model gives it."""
     layer = module.get_submodule(owned)
     seen: list[Any] = []
 
@@ -127,17 +178,12 @@ def _layer_step(
         module.training_step(piece, 0)
     handle.remove()
     (hidden, *rest), named = seen[0]
-    parameters = list(layer.parameters())
 
     def step() -> None:
-        for parameter in parameters:
-            parameter.grad = None
-        for _ in range(microbatches):
+        for _ in range(_MICROBATCHES):
             args = [_with_empty_cache(item) for item in rest]
             kwargs = {key: _with_empty_cache(item) for key, item in named.items()}
-            out = layer(hidden.detach().requires_grad_(), *args, **kwargs)
-            out = out[0] if isinstance(out, tuple) else out
-            torch.autograd.backward(out, torch.ones_like(out))
+            layer.forward(hidden.detach().requires_grad_(), *args, **kwargs)
 
     return step
 
@@ -146,21 +192,3 @@ def _with_empty_cache(item: Any) -> Any:
     from transformers import Cache, DynamicCache
 
     return DynamicCache() if isinstance(item, Cache) else item
-
-
-def _message_step(rank: int, microbatches: int) -> Callable[[], None]:
-    """Two hidden states and their gradients: one each way in the forward and in the backward."""
-    group = dist.new_group([0, 1])
-    payload = torch.randn(_ROWS, _LENGTH, _WIDTH)
-    buffer = torch.empty_like(payload)
-
-    def step() -> None:
-        for _ in range(2 * microbatches):
-            receive = dist.irecv(buffer, group=group, group_src=1 - rank)
-            send = dist.isend(payload, group=group, group_dst=1 - rank)
-            assert receive is not None
-            assert send is not None
-            send.wait()
-            receive.wait()
-
-    return step

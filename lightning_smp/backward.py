@@ -101,7 +101,9 @@ class Backwards:
         if not recorded:
             return
         reports = [self._reach(self.runs[m]) if self.train else None for m in recorded]
-        gathered = self.control.agree(reports) if self.train else None
+        point = f"the end of the forward of microbatches {list(recorded)}, the loss made in "
+        point += f"{[self.runs[m].program_loss for m in recorded]} (stage, segment)"
+        gathered = self.control.agree_at(point, reports) if self.train else None
         for position, m in enumerate(recorded):
             run = self.runs[m]
             run.complete()
@@ -147,7 +149,8 @@ class Backwards:
         self, run: MicrobatchRun, tensor: Any, gradient: Any, retain_graph: bool
     ) -> None:
         run.begin_backward(tensor)
-        reports = self.control.agree(self._reach(run))
+        point = f"backward() after call {len(run.entries) - 1} of microbatch {run.index}"
+        reports = self.control.agree_at(point, self._reach(run))
         run.complete()
         program = run.program
         program.resolve_gradients(reports)

@@ -29,7 +29,8 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     | list or tuple with one entry per sample           | joined                           |
     | tensor without dimensions, real or complex; float | mean weighted by samples         |
     | tensor without dimensions, integer (a count)      | sum                              |
-    | int that is the microbatch's number of samples    | sum                              |
+    | ints that are the microbatches' differing sizes   | sum                              |
+    | ints that are the microbatches' equal sizes       | list: a count, or another number |
     | other int, bool, string, None, object: all equal  | that value                       |
     | mapping, dataclass, list, tuple of these          | the same container, merged       |
     | anything else                                     | list with one entry a microbatch |
@@ -82,7 +83,7 @@ def _merge(values: list[Any], sizes: list[int]) -> Any:
     if isinstance(first, float):
         return _mean_of_floats(values, sizes)
     if type(first) is int and values == sizes:
-        return sum(values)
+        return sum(values) if len(set(sizes)) > 1 else values
     if _are_sample_lists(values, sizes):
         return type(first)(item for value in values for item in value)
     return _merge_containers(values, sizes)

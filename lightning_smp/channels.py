@@ -13,14 +13,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable
 from datetime import timedelta
+from itertools import permutations
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_smp.program import TensorSpec
+from lightning_smp.topology import Topology
 
-__all__ = ["Channels"]
+__all__ = ["Channels", "Directions", "make_directions"]
+
+Directions = dict[tuple[int, int], dist.ProcessGroup]
 
 _AHEAD = 4
 """Receives posted beyond the one that is needed."""
@@ -40,7 +44,8 @@ class Channels:
         group: a group of these ranks.
         device: the run's device; where the backend cannot reach it (gloo and CUDA), tensors are
             staged through host memory.
-        timeout: of one operation, for the groups that are made for NCCL.
+        directions: for NCCL, the group of each (source stage, target stage) that this rank is in,
+            from `make_directions`.
     """
 
     def __init__(
@@ -48,18 +53,16 @@ class Channels:
         ranks: tuple[int, ...],
         group: dist.ProcessGroup,
         device: torch.device,
-        timeout: timedelta | None = None,
+        directions: Directions | None = None,
     ) -> None:
         self._ranks = ranks
         self._here = ranks.index(dist.get_rank())
         self._group = group
         self._device = device
-        self._timeout = timeout
-        self._is_nccl = dist.get_backend(group) == "nccl"
-        self._stages = device.type == "cuda" and not self._is_nccl
+        self._directions = directions
+        self._stages = device.type == "cuda" and dist.get_backend(group) == "gloo"
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
         self._inbound = {stage: _Inbound(self, stage) for stage in range(len(ranks))}
-        self._directions: dict[tuple[int, int], dist.ProcessGroup] = {}
 
     def send(self, tensor: torch.Tensor, stage: int, *, copy: bool) -> None:
         """Sends to a stage; ``copy`` where the tensor may be changed before it has gone out."""
@@ -108,30 +111,32 @@ class Channels:
         return dist.irecv(flat, group=group, src=self._ranks[stage]), buffer, flat
 
     def _direction(self, source: int, target: int) -> dist.ProcessGroup:
-        """The group for one direction between two stages; made by both at its first use."""
-        if not self._is_nccl:
-            return self._group
-        if (source, target) not in self._directions:
-            pair = sorted((source, target))
-            for direction in (tuple(pair), tuple(reversed(pair))):
-                self._directions[direction] = dist.new_group(  # type: ignore[index]
-                    [self._ranks[stage] for stage in pair],
-                    self._timeout,
-                    backend="nccl",
-                    pg_options=_few_blocks(),
-                    use_local_synchronization=True,
-                )
-        return self._directions[source, target]
+        return self._group if self._directions is None else self._directions[source, target]
 
     def _land(self, buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         return buffer.to(self._device) if self._stages and spec.on_run_device else buffer
 
 
-def _few_blocks() -> Any:
-    """A communicator takes up to 390 MiB with all its blocks; a neighbour needs few of them."""
+def make_directions(topology: Topology, rank: int, timeout: timedelta) -> Directions:
+    """A NCCL group for each direction between two stages. Collective over the world.
+
+    Communicators are made at first use only, by the two ranks concerned.
+
+    Args:
+        topology: the grid of all ranks.
+        rank: this rank.
+        timeout: of one operation.
+    """
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = _MAX_BLOCKS
-    return options
+    found: Directions = {}
+    for members in topology.groups("pp"):
+        for source, target in permutations(range(len(members)), 2):
+            pair = [members[source], members[target]]
+            group = dist.new_group(pair, timeout, backend="nccl", pg_options=options)
+            if rank in pair:
+                found[source, target] = group
+    return found
 
 
 class _Inbound:

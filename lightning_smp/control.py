@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_smp.errors import CommunicationError
 from lightning_smp.wire import all_gather_objects, broadcast_object
 
 __all__ = ["Control"]
@@ -30,3 +31,25 @@ class Control:
     def agree(self, obj: Any) -> list[Any]:
         """Returns every stage's object, by stage. Collective over pp: all must call."""
         return all_gather_objects(obj, self._group)
+
+    def agree_at(self, point: str, obj: Any = None) -> list[Any]:
+        """Returns every stage's object, by stage. Collective over pp: all must call.
+
+        Args:
+            point: where in the step this stage is, in words.
+            obj: plain data.
+
+        Raises:
+            CommunicationError: on every stage, if they are not at the same point.
+        """
+        gathered = all_gather_objects([point, obj], self._group)
+        points = [there for there, _ in gathered]
+        if any(there != point for there in points):
+            said = "; ".join(f"stage {stage}: {there}" for stage, there in enumerate(points))
+            raise CommunicationError(
+                f"the stages took different paths through the step's code: {said}. All stages "
+                "must run the same step on the same data: look for code that depends on the rank, "
+                "on local state, on an unseeded draw, or on a value that a submodule left on one "
+                "stage."
+            )
+        return [said for _, said in gathered]

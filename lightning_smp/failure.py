@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -183,19 +183,19 @@ class _Board:
     Every method raises RuntimeError where the store is gone, and waits where its host is stopped.
     """
 
-    def __init__(self, store: dist.Store, run: int) -> None:
+    def __init__(self, store: Any, run: int) -> None:
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=_STORE_S))
         self._prefix = f"lightning_smp/run{run}"
 
     def post(self, text: str) -> str:
         """Writes a failure, unless there is one; returns the first."""
-        return self._store.compare_set(f"{self._prefix}/failure", "", text).decode()
+        return str(self._store.compare_set(f"{self._prefix}/failure", "", text), "utf-8")
 
     def failure(self) -> str | None:
         """The first failure."""
         key = f"{self._prefix}/failure"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return str(self._store.get(key), "utf-8") if self._store.check([key]) else None
 
     def hear(self) -> None:
         """Counts a rank that knows of the failure."""
@@ -203,7 +203,7 @@ class _Board:
 
     def heard(self) -> int:
         """How many other ranks know of the failure."""
-        return self._store.add(f"{self._prefix}/heard", 0)
+        return int(self._store.add(f"{self._prefix}/heard", 0))
 
     def beat(self, rank: int) -> None:
         """A sign of life."""
@@ -219,7 +219,7 @@ class _Board:
 
     def has_left(self, rank: int) -> bool:
         """Whether the rank needs nothing more."""
-        return self._store.check([f"{self._prefix}/left/{rank}"])
+        return bool(self._store.check([f"{self._prefix}/left/{rank}"]))
 
 
 def _is_loss(error: BaseException) -> bool:
@@ -237,7 +237,7 @@ def _add_note(error: BaseException, note: str) -> None:
     """Adds a line to the error's traceback (shown from Python 3.11 on)."""
     notes = [*getattr(error, "__notes__", ())]
     if not any(known.startswith(note) for known in notes):
-        error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
+        error.__notes__ = [*notes, note]
 
 
 def _bounded(function: Callable[[], object]) -> None:

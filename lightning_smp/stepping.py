@@ -148,7 +148,7 @@ class Step(Backwards):
             sorted((m, *what) for m, what in self.deviations.items()),
             DrawState(self.runtime.device).digest(),
         ]
-        reports = self.control.agree(mine)
+        reports = self.control.agree_at("the end of the step", mine)
         if any(report[0] != reports[0][0] for report in reports):
             raise CommunicationError(_describe_split([report[0] for report in reports]))
         if any(report[1] != reports[0][1] for report in reports):
@@ -192,7 +192,7 @@ class Step(Backwards):
         finally:
             restore()
         if run.following and run.position != len(run.entries):
-            run.leave_program(("end of the step",))
+            run.leave_program(("the end of the step",))
         if self.plan.loss_of is not None:
             run.note_loss(self.plan.loss_of(self.results[m]))
         self.finished[m] = True  # not before: where it left its program it must go on first
@@ -288,7 +288,9 @@ def _equal(one: Program, other: Program) -> bool:
 def _describe_split(reports: list[Any]) -> str:
     lines = []
     for stage, report in enumerate(reports):
-        said = ", ".join(f"microbatch {m} at call {position}" for m, position, _ in report)
+        said = ", ".join(
+            f"microbatch {m} at call {position}, {call}" for m, position, call in report[:2]
+        )
         lines.append(f"stage {stage}: {said or 'followed the recorded step'}")
     return (
         "the stages took different paths through the step's code: " + "; ".join(lines) + ". "

@@ -1,4 +1,4 @@
-"""Forwards that stop in the middle: one runs at a time, with its maker's modes, and none is lost."""
+"""Forwards that stop in the middle: one at a time, in its maker's modes, none lost."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_inbound_follows_the_sender() -> None:
     for pipeline in ("simple", "interleaved"):
         schedule = make_schedule([segment_graph(program, 2)] * 3, pipeline)
         keys = [key for key, _ in inbound(schedule.ranks[0], programs, 0, 1)]
-        assert sorted(keys) == sorted([(k, m, e) for m in range(3) for k, e in (("f", 0), ("g", 1))])
+        assert sorted(keys) == [(kind, m, e) for kind, e in (("f", 0), ("g", 1)) for m in range(3)]
         back = [key for key, _ in inbound(schedule.ranks[1], programs, 1, 0)]
-        assert sorted(back) == sorted([(k, m, e) for m in range(3) for k, e in (("f", 1), ("g", 0))])
+        assert sorted(back) == [(kind, m, e) for kind, e in (("f", 1), ("g", 0)) for m in range(3)]
         assert list(inbound(schedule.ranks[0], programs, 0, 0)) == []

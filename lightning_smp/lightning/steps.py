@@ -207,14 +207,22 @@ class Steps(Saving):
         if groups.pp_size == 1:
             return args
         ranks = groups.topology.group("pp", groups.rank)
-        if self.config.batch_source == "leader":
-            batch = broadcast_batch(args[0], ranks[0], groups.control, groups.pp, self.root_device)
-            return (batch, *args[1:])
         step = self._steps_checked
         self._steps_checked += 1
         if step < _CHECKED_STEPS or step % _CHECK_EVERY == 0:
             check_same_batch(batch_digest(args[0]), groups.control, ranks, step)
         return args
+
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """Moves a batch, and gives followers the leader's, before any hook sees it."""
+        batch = super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
+        groups = self.groups
+        if groups.pp_size == 1 or self.config.batch_source != "leader":
+            return batch
+        leader = groups.topology.group("pp", groups.rank)[0]
+        return broadcast_batch(batch, leader, groups.control, groups.pp, self.root_device)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Gives the ranks of a replica the same batches."""

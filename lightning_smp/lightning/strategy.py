@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smp.channels import Channels
+from lightning_smp.channels import Channels, Directions, make_directions
 from lightning_smp.config import resolve_config
 from lightning_smp.control import Control
 from lightning_smp.engine import PipelineEngine
@@ -253,6 +253,13 @@ class StrategyCore(Steps):
                 self._seeding.install()
         self._sharing = self._make_sharing()
 
+    def _directions(self) -> Directions | None:
+        """Groups of neighbours, where the backend needs them. Collective over the world."""
+        if self._backend != "nccl":
+            return None
+        timeout = timedelta(seconds=self.config.timeout)
+        return make_directions(self.groups.topology, self.groups.rank, timeout)
+
     def _make_sharing(self) -> SharingGroups:
         """The groups that gradients are summed over. Collective over the world."""
         assert self._ownership is not None
@@ -276,7 +283,7 @@ class StrategyCore(Steps):
         place_weights(self.lightning_module, self._ownership, self._runtime, self.optimizers)
         self._engine = PipelineEngine(
             self._runtime,
-            Channels(ranks, groups.pp, self.root_device, timedelta(seconds=self.config.timeout)),
+            Channels(ranks, groups.pp, self.root_device, self._directions()),
             Control(ranks, groups.control),
             pipeline=self.config.pipeline,
             active_microbatches=self.config.active_microbatches,

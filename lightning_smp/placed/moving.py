@@ -64,7 +64,7 @@ class Moving(RunState):
         return EVERYWHERE if held is None else held.home
 
     def _transfers(
-        self, operands: Operands, targets: Any, position: int
+        self, operands: Operands, targets: Any, position: int, key: tuple[Any, ...]
     ) -> tuple[tuple[Edge, ...], tuple[int, ...]]:
         """Decides, notes and carries out the moves that a call needs."""
         new_segments: list[int] = []
@@ -81,6 +81,8 @@ class Moving(RunState):
                 if moves and self.tracker.connect(value.node, rank):
                     new_segments.append(rank)
                 pending.append((ordinal, rank, moves))
+        if any(moves for _, _, moves in pending):  # before anybody waits for a tensor
+            self.context.control.agree_at(self.point(key))
         if new_segments and not self.following:
             self.note_boundary()
         if self.rank in new_segments:

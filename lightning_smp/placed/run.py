@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_smp.errors import CommunicationError, UnsupportedError
+from lightning_smp.errors import UnsupportedError, WorkerAborted
 from lightning_smp.placed.functions import (
     DYNAMIC,
     MASKED,
@@ -111,36 +111,45 @@ class MicrobatchRun(Results):
         changes = type(target) is not UnitEntry and mutates_first(target, kwargs)
         home = EVERYWHERE if is_read else self._choose_home(operands, changes, target)
         targets = range(self.num_ranks) if home == EVERYWHERE else (home,)
-        arrivals, new_segments = self._transfers(operands, targets, position)
-        seed = self._seed(target)
-        entry = Entry(key, home, Outcome(["c", None], ()), arrivals, new_segments)
+        entry = Entry(key, home, Outcome(["c", None], ()), (), ())
         self.entries.append(entry)
+        entry.arrivals, entry.new_segments = self._transfers(operands, targets, position, key)
+        seed = self._seed(target)
         if type(target) is UnitEntry:
             entry.cost = target.cost
         if home in (self.rank, EVERYWHERE):
-            result = self._execute(target, args, kwargs, operands, seed)
-            if not is_read:
-                entry.outcome = describe(self, target, result, operands, changes)
+            result = self._run_here(entry, target, args, kwargs, operands, seed, changes)
         if home != EVERYWHERE:
-            entry.outcome = self._agree_on_call(entry, target)
+            entry.outcome = self._agree_on_call(entry)
         if home in (self.rank, EVERYWHERE):
             return self._wrap_real(entry, target, result, operands, position, seed)
         return self._wrap_specs(entry, target, args, kwargs, operands, position)
 
-    def _agree_on_call(self, entry: Entry, target: Any) -> Outcome:
-        """The home publishes what the call did; all check that they made the same call."""
-        mark = self.context.key_mark(entry.key)
+    def _run_here(
+        self, entry: Entry, target: Any, args: Any, kwargs: Any, operands: Operands,
+        seed: int | None, changes: bool,
+    ) -> Any:  # fmt: skip
+        """Runs a recorded call for real; tells the others if it fails, since they wait for it."""
+        try:
+            result = self._execute(target, args, kwargs, operands, seed)
+            if target not in READS:
+                entry.outcome = describe(self, target, result, operands, changes)
+        except Exception as error:
+            if entry.home == self.rank:
+                self.context.control.agree_at(
+                    self.point(entry.key), [f"{type(error).__name__}: {error}", None]
+                )
+            raise
+        return result
+
+    def _agree_on_call(self, entry: Entry) -> Outcome:
+        """The home publishes what the call did; all learn whether they made the same call."""
         mine = entry.home == self.rank
-        message = [mark, outcome_to_plain(entry.outcome)] if mine else None
-        home_mark, plain = self.context.control.publish(message, entry.home)
-        if home_mark != mark:
-            raise CommunicationError(
-                f"stage {self.rank}, microbatch {self.index}: call {len(self.entries) - 1} is "
-                f"{self.context.describe_call(entry.key)} here, but stage {entry.home} made "
-                "another call or gave other operands. All stages must run the same step "
-                "on the same data: look for code that depends on the rank, on local data or on "
-                "an unseeded draw."
-            )
+        message = [None, outcome_to_plain(entry.outcome)] if mine else None
+        published = self.context.control.agree_at(self.point(entry.key), message)
+        error, plain = published[entry.home]
+        if error is not None:
+            raise WorkerAborted(f"stage {entry.home} failed in {self.point(entry.key)}: {error}")
         return entry.outcome if mine else outcome_from_plain(plain)
 
     def follow(self, program: Program) -> None:

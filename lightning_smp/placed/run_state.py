@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RunState"]
 
+_SHOWN = 300
+"""Length to which a call's description is cut."""
+
 
 class RunState:
     """The state of a microbatch's forward, and the values that are there without a call."""
@@ -110,6 +113,13 @@ class RunState:
         value.is_adopted = True
         adopt(tensor, value)
         return value
+
+    def point(self, key: tuple[Any, ...]) -> str:
+        """Where in the step this is, in words that are equal on ranks that made equal calls."""
+        call = self.context.describe_call(key)
+        if len(call) > _SHOWN:
+            call = f"{call[:_SHOWN]}... ({self.context.key_mark(key)})"
+        return f"call {len(self.entries) - 1} of microbatch {self.index}, {call}"
 
     def _label(self, target: Any) -> str:
         if type(target) is UnitEntry:

@@ -128,6 +128,8 @@ class StepContext:
             unit = next((u for u in self.runtime.units if u.index == target[1]), None)
             name = f"unit {unit.name!r}" if unit is not None else f"unit {target[1]}"
             return f"{name}[{target[2]}]{key[1:]}"
+        if isinstance(target, str):
+            return target
         return f"{function_name(target)}{key[1:]}"
 
     @contextmanager

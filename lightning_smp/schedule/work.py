@@ -4,7 +4,8 @@ Rules of waiting, the only place that states them:
 
 * the forward of a segment waits for the forwards of the segments it consumes, and for the forward
   of the previous segment of its rank (a rank's forward of a microbatch is one run of the program);
-* the backward of a segment waits for its own forward, and for the backwards of the segments that
+* the backward of a segment waits for all forwards of its microbatch on its rank (only then does the
+  rank know that the microbatch followed its program), and for the backwards of the segments that
   send it a gradient;
 * a transfer between ranks takes the edge's cost, in either direction.
 """
@@ -171,10 +172,11 @@ def _template(graph: SegmentGraph, *, forward_only: bool) -> list[tuple[bool, li
     waits: list[dict[int, float]] = [{} for _ in range(2 * len(graph.segments))]
     previous: dict[int, int] = {}
     for index, segment in enumerate(graph.segments):
-        waits[2 * index + 1][2 * index] = 0.0
         if segment.rank in previous:
             waits[2 * index][2 * previous[segment.rank]] = 0.0
         previous[segment.rank] = index
+    for index, segment in enumerate(graph.segments):
+        waits[2 * index + 1][2 * previous[segment.rank]] = 0.0
     for edge in graph.edges:
         delay = edge.cost if graph.is_message(edge) else 0.0
         _wait(waits[2 * edge.target], 2 * edge.source, delay)

@@ -145,7 +145,7 @@ def test_torchrun(program: str, tmp_path: Path) -> None:
     _requires_two_ranks(_run([sys.executable, *command], tmp_path))
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_exception_under_lightnings_launcher(program: str, tmp_path: Path, victim: int) -> None:
     ended = _run([sys.executable, program, "raise", str(victim)], tmp_path)
     assert ended.code != 0
@@ -156,7 +156,10 @@ def test_exception_under_lightnings_launcher(program: str, tmp_path: Path, victi
 
 
 # With a worker process, which holds the connections of its parent until it notices the death.
-@pytest.mark.parametrize(("victim", "workers"), [(0, 0), (1, 0), (0, 1)])
+@pytest.mark.parametrize(
+    ("victim", "workers"),
+    [(0, 0), *(pytest.param(*v, marks=pytest.mark.slow) for v in [(1, 0), (0, 1)])],
+)
 def test_death_under_lightnings_launcher(
     program: str, tmp_path: Path, victim: int, workers: int
 ) -> None:
@@ -166,6 +169,7 @@ def test_death_under_lightnings_launcher(
     assert f"failure on rank {1 - victim} (stage {1 - victim}" in ended.output
 
 
+@pytest.mark.slow
 def test_exception_under_torchrun(program: str, tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program]
     ended = _run([sys.executable, *command, "raise", "1"], tmp_path)

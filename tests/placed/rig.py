@@ -226,8 +226,9 @@ def _compare_gradients(rig: Rig, whole: nn.Module, number: int) -> None:
             continue
         assert mine is not None, f"step {number}: {name} has no gradient"
         torch.testing.assert_close(
-            mine, other, rtol=1e-5, atol=1e-6, msg=lambda m: f"step {number}, {name}.grad: {m}"
-        )
+            mine, other, rtol=1e-5, atol=1e-6,
+            msg=lambda m, name=name: f"step {number}, {name}.grad: {m}",
+        )  # fmt: skip
     with torch.no_grad():
         for parameter in (*rig.local().values(), *expected.values()):
             if parameter.grad is not None:

@@ -97,10 +97,13 @@ _STEPS = {
 }
 _LAYOUTS = {"chain": HALVES, "ping-pong": ALTERNATING, "U shape": U_SHAPE}
 TWO = {
-    f"{what}, {layout}": Case(make=Chain, stages=stages, step=step, steps=steps, recorded=None)
+    f"{what}, {layout}": Case(
+        make=Chain, stages=stages, step=step, steps=steps, recorded=None,
+        pipelines=("simple",) if layout == "U shape" else ("interleaved",),
+    )
     for what, (step, steps) in _STEPS.items()
     for layout, stages in _LAYOUTS.items()
-}
+}  # fmt: skip
 FOUR = {
     what: Case(make=Chain, stages=EACH, step=step, steps=steps, recorded=None)
     for what, (step, steps) in _STEPS.items()

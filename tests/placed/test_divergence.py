@@ -120,8 +120,8 @@ def _names(good_steps: int, names: list[str]) -> list[Any]:
     return [(good_steps, f"{name}, {layout}") for name in names for layout in _LAYOUTS]
 
 
-FOLLOWED = ["other_unit", "extra_call", "one_draws", "both_leave_elsewhere"]
-RECORDED = ["one_draws"]
+FOLLOWED = list(STEPS)
+RECORDED = list(STEPS)
 
 
 @pytest.fixture(scope="module")

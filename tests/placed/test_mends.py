@@ -226,7 +226,8 @@ def asks_about_graph(model: Any, x: Tensor, number: int) -> dict[str, Any]:
     loss = tail(model, h)
     facts = [
         h.is_leaf, h.grad_fn is None, h.detach().is_leaf, h.requires_grad, isinstance(h, Tensor),
-        tuple(h.shape), h.dtype == x.dtype, h.device == x.device, len(h), h.dim(), h.numel(), h.size(1),
+        tuple(h.shape), h.dtype == x.dtype, h.device == x.device, len(h), h.dim(), h.numel(),
+        h.size(1),
         h.is_contiguous(), h.stride(), h.is_floating_point(), h.element_size(), bool(loss >= 0),
         torch.is_tensor(h), h.shape[0], h.t().is_contiguous(), isinstance(repr(h), str),
     ]  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -37,8 +39,8 @@ def test_seed_fits_a_generator(parts: list[int]) -> None:
 
 
 def test_seeds_of_neighbours_differ() -> None:
-    grid = {mix_seed(s, m, u, c) for s in range(8) for m in range(8) for u in range(8) for c in (0, 1)}
-    assert len(grid) == 8 * 8 * 8 * 2
+    grid = {mix_seed(*parts) for parts in itertools.product(range(6), repeat=4)}
+    assert len(grid) == 6**4
     assert mix_seed(1, 2) != mix_seed(2, 1)
 
 
@@ -89,7 +91,7 @@ def test_isolated_draws_leave_no_trace(guard_python: bool) -> None:
 
 def test_isolated_draws_are_undone_after_an_error() -> None:
     before = DrawState(CPU).digest()
-    with pytest.raises(KeyError), isolated_draws(5, CPU, guard_python=True):
+    with contextlib.suppress(KeyError), isolated_draws(5, CPU, guard_python=True):
         draw()
         raise KeyError
     assert DrawState(CPU).digest() == before

@@ -181,4 +181,5 @@ def test_outside_of_a_step(messages: list[dict[str, str]]) -> None:
     for rank in messages:
         assert "outside of its step" in rank["result used"]
         assert rank["result shown"] == "PlacedTensor(shape=(), dtype=torch.float32, on stage 1)"
-    assert "'d', which lives on stage 1, was called outside of a step" in messages[0]["unit outside"]
+    said = messages[0]["unit outside"]
+    assert "'d', which lives on stage 1, was called outside of a step" in said

@@ -47,7 +47,7 @@ def _apart(result: Any, operands: dict[int, int] | None = None) -> tuple[Any, li
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.just(1.5)
-tensors = st.integers(0, 3).map(lambda n: torch.arange(n))
+tensors = st.integers(0, 3).map(torch.arange)
 structures = st.recursive(
     scalars | tensors,
     lambda inner: (

@@ -15,6 +15,7 @@ from lightning_smp.schedule import (
     simulate,
     validate,
 )
+from lightning_smp.schedule import Edge as GraphEdge
 
 from .graphs import any_step, line
 
@@ -187,3 +188,23 @@ def test_making_a_schedule_is_fast():
         make_schedule(graphs, "interleaved")
         tries.append(time.thread_time() - begin)
     assert min(tries) < 0.02
+
+
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
+def test_no_backward_before_the_forward_of_its_microbatch_has_ended_on_the_rank(
+    pipeline: str,
+) -> None:
+    """Until then a rank cannot know that the microbatch leaves its program."""
+    reads = SegmentGraph(  # rank 0 computes, then waits for a number that the last rank made
+        num_ranks=2,
+        segments=(
+            Segment(0, 1.0, 2.0, True),
+            Segment(1, 1.0, 2.0, True),
+            Segment(0, 0.0, 0.0, False),
+        ),
+        edges=(GraphEdge(0, 1, True), GraphEdge(1, 2, False), GraphEdge(0, 2, False)),
+    )
+    schedule = make_schedule([reads] * 4, pipeline)
+    for m in range(4):
+        row = schedule.ranks[0]
+        assert row.index(Action("B", m, 0)) > row.index(Action("F", m, 2))
