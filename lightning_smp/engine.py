@@ -61,7 +61,9 @@ class PipelineEngine:
         self._step = step = Step(self, plan)
         try:
             with outer_patches(step):
-                return step.run()
+                results = step.run()
+            self.position = ""  # kept after an error, whose report asks for it
+            return results
         finally:
             self._step = None
             step.close()

@@ -185,6 +185,7 @@ class Step(Backwards):
     def _call_body(self, m: int) -> None:
         """The user's step for one microbatch, from its first call to its last."""
         run = self.runs[m]
+        self.engine.position = f"forward of microbatch {m}"
         restore = self.runtime.activate(run)
         try:
             with OuterMode(run):

@@ -108,6 +108,23 @@ class Environment(StrategyState):
                 "rank the same arguments and the same SMP_CONFIG."
             )
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Tells the other ranks why this one stops."""
+        if self._watch is not None and self._groups is not None:
+            where = "" if self._engine is None else self._engine.position
+            self._watch.report(exception, self.groups.pp_rank, where)
+
+    def _replace_sigterm_handler(self, trainer: Any) -> None:
+        """Lightning's own one broadcasts while the other ranks are in the middle of a step."""
+        connector = trainer._signal_connector
+
+        def note(signum: int, frame: Any) -> None:
+            if not connector.received_sigterm:
+                self._launcher.kill(signum)
+            connector.received_sigterm = True  # looked at after each batch
+
+        connector._sigterm_notifier_fn = note
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces over the replicas. Collective over ``group``, by default over dp."""
         if not isinstance(tensor, torch.Tensor):

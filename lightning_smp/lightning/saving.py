@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_smp.collect import PipelineLinks
+from lightning_smp.errors import CheckpointError
 from lightning_smp.lightning.checkpoint import (
     gather_optimizer_state,
     gather_state_dict,
@@ -25,9 +27,25 @@ class Saving(Environment):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model on global rank 0, empty elsewhere. Collective over the world."""
+        self._require_all_ranks()
         if self._engine is None:
             return dict(self.lightning_module.state_dict())
         return gather_state_dict(self.lightning_module, self.ownership, self._links())
+
+    def _require_all_ranks(self) -> None:
+        """Refuses to gather while an error is handled: the other ranks would never come."""
+        interrupted = self._trainer is not None and self._trainer.state.status == "interrupted"
+        if not interrupted or self.groups.world_size == 1:
+            return
+        error = sys.exc_info()[1]
+        if error is not None:
+            self.on_exception(error)  # Lightning will not come to it
+        raise CheckpointError(
+            "a checkpoint was asked for after an exception (OnExceptionCheckpoint or "
+            "ModelCheckpoint(save_on_exception=True)): it needs all ranks, and the others may be "
+            "waiting elsewhere. Save regularly with ModelCheckpoint(every_n_train_steps=...) "
+            "and resume from the last file."
+        )
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The whole state on global rank 0, empty elsewhere. Collective over the world."""

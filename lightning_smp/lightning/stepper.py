@@ -142,8 +142,8 @@ class Stepper:
             if self.seeding is not None:
                 self.seeding.begin((*seed, m))
             result = body()
-            loss = loss_of(result)
-            if loss_seed is not None and loss is not None:
+            loss = None if loss_seed is None else loss_of(result)
+            if loss is not None:
                 last = m == len(bodies) - 1
                 with _watch_gradients(self.module, on_final if last else None):
                     torch.autograd.backward(loss, loss_seed(m, result))

@@ -142,6 +142,7 @@ class StrategyCore(Steps):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._trainer = trainer
+        self._replace_sigterm_handler(trainer)
         fitting = trainer.state.fn == "fit"
         check_trainer(trainer, self.lightning_module, self.config)
         if fitting and self._layer_sync:
@@ -288,12 +289,6 @@ class StrategyCore(Steps):
             pipeline=self.config.pipeline,
             active_microbatches=self.config.active_microbatches,
         )
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Tells the other ranks why this one stops."""
-        if self._watch is not None and self._groups is not None:
-            where = "" if self._engine is None else self._engine.position
-            self._watch.report(exception, self.groups.pp_rank, where)
 
     def teardown(self) -> None:
         """Moves what this rank holds to the host."""

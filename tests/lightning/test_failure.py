@@ -30,6 +30,7 @@ _RUN_TIMEOUT_S = 90
 _STOPPED_S = 15
 _BATCH = 2  # the batch in which something goes wrong
 _FOLDER = "SMP_TEST_FOLDER"
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 _WORDS = "the user's own words"
 
 
@@ -52,16 +53,16 @@ class Fault(nn.Linear):
 class Model(pl.LightningModule):
     """Blocks for the first stages and a layer for the last; outer code may fail on one rank."""
 
-    def __init__(self, inside: str = "", outside: str = "", rank: int = 0) -> None:
+    def __init__(self, inside: str = "", outside: str = "", rank: int = 0, batch: int = _BATCH):
         super().__init__()
         self.net = nn.Sequential(block(), block(), block(), block())
         self.last = Fault(inside)
-        self.outside, self.rank = outside, rank
+        self.outside, self.rank, self.batch = outside, rank, batch
         self.double()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
-        if batch_idx == _BATCH and self.global_rank == self.rank:
+        if batch_idx == self.batch and self.global_rank == self.rank:
             _go_wrong(self.outside)
         return as_loss(self.last(self.net(x)), y)
 
@@ -79,6 +80,13 @@ class Unreadable(Samples):
         return super().__getitem__(index)
 
 
+class Saver(pl.Callback):
+    """Does what OnExceptionCheckpoint does."""
+
+    def on_exception(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.save_checkpoint(Path(os.environ[_FOLDER], "last.ckpt"))
+
+
 def _go_wrong(kind: str) -> None:
     if kind:
         _note_time("fault")
@@ -88,8 +96,8 @@ def _go_wrong(kind: str) -> None:
         os._exit(3 if kind == "exit" else 0)
     if kind == "stop":  # the run ends when this rank is gone too
         subprocess.Popen(["sh", "-c", f"sleep {_STOPPED_S}; kill -9 {os.getpid()}"])
-    if kind in ("kill", "stop"):
-        os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    if kind in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[kind])
     while kind == "loop":
         time.sleep(0.1)
 
@@ -105,6 +113,7 @@ def _fit(rank: int, world_size: int, options: dict[str, Any]) -> None:
     pl.seed_everything(1, verbose=False)
     pp, timeout = options.pop("pp", 2), options.pop("timeout", 60)
     data = Unreadable if options.pop("unreadable", False) else Samples
+    callbacks = [Saver()] if options.pop("saves", False) else []
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=world_size,
@@ -115,6 +124,7 @@ def _fit(rank: int, world_size: int, options: dict[str, Any]) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
+        callbacks=callbacks,
     )
     try:
         trainer.fit(Model(**options), DataLoader(data(points().samples), batch_size=4))
@@ -181,8 +191,7 @@ def test_exception_in_outer_code_of_one_rank(fail: Any) -> None:
 def test_exception_in_the_data_loader_of_one_rank(fail: Any) -> None:
     run = fail(2, unreadable=True)
     assert _WORDS in (run.outcomes[1].error or "")
-    assert "the first failure was on rank 1 (stage 1" in run.output
-    assert _WORDS in run.output
+    assert f"the first failure was on rank 1 (stage 1): OSError: {_WORDS}" in run.output
 
 
 def test_exception_reaches_the_far_end_of_a_pipeline(fail: Any) -> None:
@@ -222,3 +231,21 @@ def test_rank_that_never_comes_back_is_ended(fail: Any) -> None:
     assert run.outcomes[1].exitcode == 1
     assert run.outcomes[0].exitcode == 70
     assert "rank 0 is ended; the first failure was on rank 1 (stage 1" in run.output
+
+
+def test_exception_in_the_first_batch(fail: Any) -> None:
+    _requires_message(fail(2, outside="raise", batch=0), 0, "stage 0, forward of microbatch 0")
+
+
+def test_checkpoint_on_exception_is_refused(fail: Any) -> None:
+    run = fail(2, inside="raise", saves=True)
+    _requires_message(run, 1, "stage 1, forward of microbatch 1")
+    assert "CheckpointError: a checkpoint was asked for after an exception" in run.outcomes[1].error
+    assert all(outcome.exitcode for outcome in run.outcomes)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_of_one_rank(fail: Any, rank: int) -> None:
+    run = fail(2, outside="term", rank=rank)
+    assert all(outcome.exitcode is not None for outcome in run.outcomes)
+    assert "Timed out" not in run.output

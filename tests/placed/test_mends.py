@@ -321,9 +321,7 @@ CASES = {
     "numbers to tensors": Case(make=Chain, stages=HALVES, step=numbers_to_tensors),
     "questions": Case(make=Chain, stages=HALVES, step=asks_about_graph),
     "auxiliary loss": Case(make=AuxiliaryChain, stages=HALVES, step=auxiliary_loss),
-    "auxiliary loss, ping-pong": Case(
-        make=AuxiliaryChain, stages=ALTERNATING, step=auxiliary_loss
-    ),
+    "auxiliary loss, ping-pong": Case(make=AuxiliaryChain, stages=ALTERNATING, step=auxiliary_loss),
     "structured": Case(make=StructuredChain, stages=HALVES, step=structured),
     "masks": Case(make=Chain, stages=HALVES, step=masks, recorded=None),
     "data-dependent": Case(make=Chain, stages=HALVES, step=data_dependent, recorded=None),
