@@ -53,9 +53,7 @@ def split_module(
     ownership = install_units(module, partition, runtime)
     place_weights(module, ownership, runtime, [])
     channels = Channels(_RANKS, groups.pp, device)
-    return PipelineEngine(
-        runtime, channels, control, pipeline=pipeline, active_microbatches=None
-    )
+    return PipelineEngine(runtime, channels, control, pipeline=pipeline, active_microbatches=None)
 
 
 def stepper_of(module: nn.Module, engine: PipelineEngine) -> Stepper:

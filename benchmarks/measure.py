@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 
 __all__ = ["Cost", "Runs", "alternate", "median_of", "run_two_ranks"]
 
@@ -49,14 +49,14 @@ def alternate(
 ) -> Runs:  # fmt: skip
     """Runs the contenders in turns, each round in the reverse order of the last.
 
-    Collective over the world (if ``together``): every rank must call with the same contenders.
+    Collective over the world if `together`: every rank must call with the same contenders.
 
     Args:
         contenders: each runs one step of ``microbatches``.
         microbatches: what a step's cost is divided by.
         rounds: turns of each contender.
         repeats: steps in a turn.
-        together: whether the ranks begin each turn at the same time.
+        together: whether all ranks call this, and begin each turn at the same time.
     """
     runs: Runs = {name: [] for name in contenders}
     order = list(contenders)
@@ -86,10 +86,8 @@ def run_two_ranks(work: Callable[..., Any], *args: Any) -> list[Any]:
     """Calls ``work(rank, *args)`` in two gloo processes of one thread; returns both results."""
     with tempfile.TemporaryDirectory(prefix="smp_benchmark_") as folder:
         # Forked: importing everything again would cost more than the runs.
-        mp.start_processes(_rank_main, (folder, work, args), 2, start_method="fork")  # type: ignore[no-untyped-call]
-        return [
-            torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(2)
-        ]
+        start_processes(_rank_main, (folder, work, args), 2, start_method="fork")
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 def _rank_main(rank: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:

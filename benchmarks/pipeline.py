@@ -8,8 +8,10 @@ See benchmarks/README.md for what the columns mean.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -19,9 +21,7 @@ from benchmarks.two_stage import Setting, compare_steps
 
 __all__ = ["main"]
 
-_TINY = Setting(
-    schedule="1F1B", width=32, rows=4, layers=6, microbatches=8, rounds=15, repeats=4
-)
+_TINY = Setting(schedule="1F1B", width=32, rows=4, layers=6, microbatches=8, rounds=15, repeats=4)
 _HEAVY = replace(_TINY, width=512, rows=128, layers=6, rounds=11, repeats=1)
 _LAYERS = 48
 
@@ -45,13 +45,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _two_stage(name: str, setting: Setting, schedules: Sequence[str]) -> None:
+    _write(
+        f"\n{name} stage: {setting.layers} x Linear({setting.width}) + tanh, {setting.rows} rows a "
+        f"microbatch, {setting.microbatches} microbatches, {setting.rounds} rounds of "
+        f"{setting.repeats} steps"
+    )
+    columns = ("schedule", "maths", "p2p", "smp", "torch", "ratio", "smp wall", "torch wall",
+               "wall ratio", "smp eff", "torch eff")  # fmt: skip
+    _write(_row(columns))
     for schedule in schedules:
-        run_two_ranks(compare_steps, replace(setting, schedule=schedule))
+        ranks = run_two_ranks(compare_steps, replace(setting, schedule=schedule))
+        _write(_row((schedule, *_two_stage_figures(ranks, setting.microbatches))))
 
 
 def _two_stage_figures(ranks: list[Any], microbatches: int) -> list[str]:
     rounds = _by_round(ranks)
-    overhead = {k: _median(rounds, lambda r, k=k: _overhead(r, k)) for k in ("smp", "torch")}
+    overhead = {k: _median(rounds, partial(_overhead, name=k)) for k in ("smp", "torch")}
     ratio = _median(rounds, lambda r: _overhead(r, "smp") / _overhead(r, "torch"))
     wall_ratio = _median(rounds, lambda r: r["smp"]["wall_us"] / r["torch"]["wall_us"])
     filled = microbatches / (microbatches + 1)  # m / (m + p - 1)
@@ -71,13 +80,14 @@ def _two_stage_figures(ranks: list[Any], microbatches: int) -> list[str]:
 
 
 def _placed(*, rounds: int) -> None:
+    _write(f"\nplaced execution: a rank owns 1 of {_LAYERS} layers; CPU microseconds a forward")
+    _write(_row(("model", "whole", "layer", "outer", "placed")))
     for family in ("gpt2", "llama"):
-        rank = run_two_ranks(placed_host_cost, family, _LAYERS, 8, rounds)[1]
+        rank = run_two_ranks(placed_host_cost, family, _LAYERS, rounds)[1]
         per_round = [{k: rank[k][i]["cpu_us"] for k in rank} for i in range(len(rank["smp"]))]
-        [median(r[k] for r in per_round) for k in ("smp", "maths", "messages", "outer")]
-        median(
-            r["smp"] - r["maths"] - r["messages"] - r["outer"] for r in per_round
-        )
+        columns = [median(r[k] for r in per_round) for k in ("smp", "maths", "outer")]
+        placed = median(r["smp"] - r["maths"] - r["outer"] for r in per_round)
+        _write(_row((family, *(f"{value:.0f}" for value in (*columns, placed)))))
 
 
 def _by_round(ranks: list[Any]) -> Rounds:
@@ -101,6 +111,11 @@ def _overhead(costs: dict[str, dict[str, float]], name: str) -> float:
 
 def _median(rounds: Rounds, figure: Callable[[dict[str, dict[str, float]]], float]) -> float:
     return median(map(figure, rounds))
+
+
+def _write(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def _row(cells: Sequence[str]) -> str:

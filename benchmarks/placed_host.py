@@ -71,9 +71,7 @@ def placed_host_cost(rank: int, family: str, layers: int, rounds: int) -> dict[s
     return {name: [asdict(cost) for cost in costs] for name, costs in runs.items()}
 
 
-def _followed(
-    module: LanguageModel, engine: PipelineEngine, piece: Tensor
-) -> Callable[[], None]:
+def _followed(module: LanguageModel, engine: PipelineEngine, piece: Tensor) -> Callable[[], None]:
     """Forwards that follow the recorded program without the other rank."""
     (program,) = engine._programs.values()
     alone = _Alone()
@@ -118,7 +116,7 @@ class _Alone:
         """The step asks for none."""
 
 
-def _model(family: str, layers: int) -> nn.Module:
+def _model(family: str, layers: int) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     if family == "gpt2":

@@ -115,17 +115,13 @@ def compare_steps(rank: int, setting: Setting) -> dict[str, Any]:
 def _smp_step(rank: int, model: Model, batch: Any, setting: Setting) -> Callable[[], None]:
     piece = tuple(t[: setting.rows] for t in batch)
     places = {f"stages.{s}": s % 2 for s in range(setting.num_stages)}
-    engine = split_module(
-        model, piece, places, rank=rank, pipeline=_PIPELINES[setting.schedule]
-    )
+    engine = split_module(model, piece, places, rank=rank, pipeline=_PIPELINES[setting.schedule])
     return train_step(stepper_of(model, engine), batch, setting.microbatches)
 
 
-def _torch_step(
-    rank: int, stages: list[Stage], batch: Any, setting: Setting
-) -> Callable[[], None]:
+def _torch_step(rank: int, stages: list[Stage], batch: Any, setting: Setting) -> Callable[[], None]:
     x, y = batch
-    wrapped = [
+    wrapped: list[Any] = [
         PipelineStage(stage, rank + 2 * k, setting.num_stages, torch.device("cpu"))
         for k, stage in enumerate(stages)
     ]
@@ -149,9 +145,7 @@ def _torch_step(
     return step
 
 
-def _maths_step(
-    stages: list[Stage], batch: Any, rank: int, setting: Setting
-) -> Callable[[], None]:
+def _maths_step(stages: list[Stage], batch: Any, rank: int, setting: Setting) -> Callable[[], None]:
     """Forward and backward of this rank's stages on tensors that are there already."""
     m, last = setting.microbatches, len(stages) - 1
     inputs, targets = batch[0].chunk(m), batch[1].chunk(m)

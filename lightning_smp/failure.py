@@ -28,7 +28,7 @@ from lightning_smp.errors import SMPError
 __all__ = ["FailureWatch"]
 
 _POLL_S: Final = 0.25
-_HEARD_S: Final = 1.5  # a failed rank waits so long for the others to see its message
+_HEARD_S: Final = 5.0  # a failed rank waits so long for the others to see its message
 _SILENCE_S: Final = 1.5  # six missed beats
 _GRACE_S: Final = 3.0  # time to fail by oneself after another rank's failure
 _OWN_GRACE_S: Final = 60.0  # time for callbacks and loggers after one's own failure

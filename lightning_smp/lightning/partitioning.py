@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_smp.control import Control
-from lightning_smp.errors import PartitionError
+from lightning_smp.errors import PartitionError, UnsupportedError
 from lightning_smp.ownership import Ownership, forget_foreign_state, materialize, release
 from lightning_smp.partition import (
     Partition,
@@ -119,7 +119,25 @@ def install_units(module: nn.Module, partition: Partition, runtime: Runtime) -> 
         entry.install()
     for metric in find_metrics(module):
         MetricBoundary(runtime, metric).install()
+    _guard_state_dicts(module, ownership, runtime)
     return ownership
+
+
+def _guard_state_dicts(module: nn.Module, ownership: Ownership, runtime: Runtime) -> None:
+    """Refuses a state dict that would hold placeholders in the place of other stages' weights."""
+
+    def guard(inner: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not runtime.gathers_state:
+            raise UnsupportedError(
+                f"state_dict() of {type(inner).__name__}: part of its weights are on other "
+                "stages, so this rank alone cannot give them. Call "
+                "`trainer.strategy.lightning_module_state_dict()` on every rank (rank 0 gets the "
+                "whole), or trainer.save_checkpoint(path)."
+            )
+
+    for inner in module.modules():
+        if not all(ownership.is_local(p) for p in inner.parameters() if p in ownership):
+            runtime.hooks.append(inner.register_state_dict_pre_hook(guard))
 
 
 def place_weights(

@@ -16,6 +16,7 @@ _CALLBACKS = {
     "WeightAveraging": "it averages whole copies of the model",
     "EMAWeightAveraging": "it averages whole copies of the model",
     "ModelPruning": "it rewrites weights that live on other stages",
+    "BatchSizeFinder": "running out of memory on one stage would leave the others waiting",
 }
 
 
@@ -24,6 +25,12 @@ def check_trainer(
 ) -> None:
     """Raises UnsupportedError for a callback or optimizer that needs the whole model."""
     split = config.pipeline_parallel_degree > 1
+    if getattr(trainer, "_val_check_time_interval", None) is not None and trainer.world_size > 1:
+        raise UnsupportedError(
+            f"val_check_interval={trainer.val_check_interval!r} with {trainer.world_size} "
+            "processes: each rank reads its own clock, so they would not validate at the same "
+            "batch. Give a number of batches or a fraction of an epoch."
+        )
     for callback in trainer.callbacks if split else ():
         for kind in type(callback).__mro__:
             reason = _CALLBACKS.get(kind.__name__)

@@ -30,7 +30,12 @@ class Saving(Environment):
         self._require_all_ranks()
         if self._engine is None:
             return dict(self.lightning_module.state_dict())
-        return gather_state_dict(self.lightning_module, self.ownership, self._links())
+        assert self._runtime is not None
+        self._runtime.gathers_state = True
+        try:
+            return gather_state_dict(self.lightning_module, self.ownership, self._links())
+        finally:
+            self._runtime.gathers_state = False
 
     def _require_all_ranks(self) -> None:
         """Refuses to gather while an error is handled: the other ranks would never come."""

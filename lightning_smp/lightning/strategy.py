@@ -178,8 +178,8 @@ class StrategyCore(Steps):
                     f"strategy has pipeline_parallel_degree={self.groups.pp_size}. Make a new "
                     "module and load a checkpoint, or use the same degree."
                 )
-            for unit in state._runtime.units:
-                unit.remove()
+            assert state._runtime is not None
+            state._runtime.leave_module()
             self._install(state._partition)
         module.__dict__["_smp_mark"] = _Mark(self)
 

@@ -54,7 +54,16 @@ class Runtime:
         self.table = PlacementTable()
         self.units: list[UnitEntry] = []
         self.outer_modules: dict[str, nn.Module] = {}
+        self.gathers_state = False
+        self.hooks: list[Any] = []
         self._thread = threading.local()
+
+    def leave_module(self) -> None:
+        """Gives the module its own forwards and state dicts back."""
+        for unit in self.units:
+            unit.remove()
+        for hook in self.hooks:
+            hook.remove()
 
     def active_run(self) -> Any:
         """The run of this thread, or None outside of steps."""

@@ -113,7 +113,8 @@ class Outcomes:
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Outcomes of all runs that this session selected, and of their references."""
     specs = [getattr(item, "callspec", None) for item in request.session.items]
-    runs = [spec.params["run"] for spec in specs if spec is not None and "run" in spec.params]
+    found = [spec.params.get("run") for spec in specs if spec is not None]
+    runs = [run for run in found if isinstance(run, Run)]
     return Outcomes(runs, tmp_path_factory.mktemp("equality"))
 
 

@@ -194,7 +194,7 @@ class OutArguments(Chain):
 
 CASES: tuple[Case, ...] = (
     case("inplace_between_calls", ChangedBetween, points),
-    case("inplace_through_view", ChangedThroughView, points),
+    case("inplace_through_view", ChangedThroughView, points, max_pp=2),
     case("inplace_relu_first", InplaceFirst, points),
     case("inplace_into_plain", WriteIntoPlain, points),
     case("inplace_running_buffer", RunningBuffer, points, needs_same_split=True, max_dp=1),

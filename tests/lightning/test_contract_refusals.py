@@ -72,6 +72,18 @@ def forward_outside_a_step(bench: Bench) -> str:
     return _message(lambda: model(torch.zeros(2, 6)))
 
 
+def state_dict_of_a_split_module(bench: Bench) -> str:
+    model = Model()
+    trainer = bench.trainer()
+    trainer.fit(model, loader())
+    assert bool(trainer.strategy.lightning_module_state_dict()) == trainer.is_global_zero
+    return _message(model.state_dict)
+
+
+def timed_validation(bench: Bench) -> str:
+    return _fit(bench, Model(), val_check_interval="00:00:00:01", check_val_every_n_epoch=None)
+
+
 def indivisible_batch(bench: Bench) -> str:
     def run() -> None:
         bench.trainer(smp={"drop_last": True}).fit(Model(), loader(12, batch_size=3))
@@ -109,6 +121,8 @@ EXPECTED: dict[Any, tuple[str, ...]] = {
     compiled_module: ("compile",),
     copied_after_partition: ("UnsupportedError", "copy.deepcopy", "Copy the model before"),
     forward_outside_a_step: ("UnsupportedError", "step"),
+    state_dict_of_a_split_module: ("UnsupportedError", "lightning_module_state_dict()"),
+    timed_validation: ("UnsupportedError", "val_check_interval", "a number of batches"),
     indivisible_batch: ("ConfigError", "A batch of 3 samples", "2 and 4"),
     dropping_everything: ("ConfigError", "drop_last", "3 training samples"),
     other_degree_on_a_split_module: ("UnsupportedError", "2 stages", "degree=1"),
