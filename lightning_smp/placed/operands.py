@@ -6,6 +6,7 @@ scale or a learning rate changes every step and never changes a shape.
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,7 +150,7 @@ def _scan_plain(operands: Operands, tensor: torch.Tensor, count_masks: bool) -> 
     return key
 
 
-def _scan_dict(operands: Operands, obj: dict[Any, Any], count_masks: bool) -> Any:
+def _scan_dict(operands: Operands, obj: MutableMapping[Any, Any], count_masks: bool) -> Any:
     if not obj:
         return ()
     return (
@@ -162,6 +163,8 @@ def _scan_other(operands: Operands, obj: Any, count_masks: bool) -> Any:
     import dataclasses
 
     kind = type(obj)
+    if isinstance(obj, MutableMapping):
+        return _scan_dict(operands, obj, count_masks)
     if isinstance(obj, tuple):
         return (kind.__qualname__, *[scan(operands, item, count_masks) for item in obj])
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):

@@ -6,10 +6,11 @@ a class is named by module and qualified name and must already be loaded on the 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -119,6 +120,10 @@ def map_tensors(obj: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return kind(*items) if hasattr(kind, "_fields") else kind(items)
     if isinstance(obj, dict):
         return _map_dict(obj, change)
+    if isinstance(obj, MutableMapping):  # Hugging Face's BatchEncoding
+        mapped = copy.copy(obj)
+        mapped.update({key: map_tensors(item, change) for key, item in obj.items()})
+        return mapped
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         if not any(True for _ in iter_tensors(obj)):
             return obj
@@ -134,10 +139,10 @@ def iter_tensors(obj: Any) -> Iterator[torch.Tensor]:
     """The tensors of a structure, in the order in which `map_tensors` meets them."""
     if isinstance(obj, torch.Tensor):
         yield obj
-    elif isinstance(obj, (tuple, list)):
+    elif type(obj) is list or isinstance(obj, tuple):
         for item in obj:
             yield from iter_tensors(item)
-    elif isinstance(obj, dict):
+    elif isinstance(obj, (dict, MutableMapping)):
         for item in obj.values():
             yield from iter_tensors(item)
     elif type(obj) is slice:
