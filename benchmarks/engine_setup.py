@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_smp.channels import Channels
-from lightning_smp.control import Control
 from lightning_smp.engine import PipelineEngine
+from lightning_smp.engine.channels import Channels
+from lightning_smp.engine.control import Control
 from lightning_smp.groups import Groups
 from lightning_smp.lightning.partitioning import install_units, place_weights, plan_model
 from lightning_smp.lightning.stepper import Stepper

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.engine_setup import split_module, stepper_of, train_step
 from benchmarks.measure import alternate
 from lightning_smp.engine import PipelineEngine
-from lightning_smp.partition import find_atoms
+from lightning_smp.partitioning import find_atoms
 from lightning_smp.placed.outer import OuterMode, outer_patches
 from lightning_smp.placed.run import MicrobatchRun
 from lightning_smp.placed.runtime import StepContext

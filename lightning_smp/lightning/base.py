@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_smp.errors import ConfigError
-from lightning_smp.ownership import Ownership
+from lightning_smp.weights.ownership import Ownership
 
 if TYPE_CHECKING:
     from lightning_smp.config import SMPConfig
     from lightning_smp.engine import PipelineEngine
     from lightning_smp.failure import FailureWatch
     from lightning_smp.groups import Groups
-    from lightning_smp.partition import Partition
+    from lightning_smp.partitioning import Partition
     from lightning_smp.placed.runtime import Runtime
     from lightning_smp.placed.seeding import SeededUnits
-    from lightning_smp.sharing import SharingGroups
+    from lightning_smp.weights.sharing import SharingGroups
 
 __all__ = ["StrategyState"]
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_smp.collect import PipelineLinks, collect
 from lightning_smp.errors import CheckpointError
-from lightning_smp.ownership import Ownership
+from lightning_smp.weights.collect import PipelineLinks, collect
+from lightning_smp.weights.ownership import Ownership
 
 __all__ = [
     "gather_optimizer_state",

@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad as torch_clip_grad
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from lightning_smp.errors import UnsupportedError
-from lightning_smp.ownership import Ownership
+from lightning_smp.weights.ownership import Ownership
 
 __all__ = ["clip_grad_norm", "global_clip", "grad_norm"]
 

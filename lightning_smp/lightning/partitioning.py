@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_smp.control import Control
+from lightning_smp.engine.control import Control
 from lightning_smp.errors import PartitionError, UnsupportedError
-from lightning_smp.ownership import Ownership, forget_foreign_state, materialize, release
-from lightning_smp.partition import (
+from lightning_smp.partitioning import (
     Partition,
     analyze,
     fake_batch,
@@ -22,10 +21,11 @@ from lightning_smp.partition import (
     plan_partition,
     report,
 )
-from lightning_smp.partition.atoms import is_boundary
+from lightning_smp.partitioning.atoms import is_boundary
 from lightning_smp.placed.metrics import MetricBoundary, find_metrics
 from lightning_smp.placed.runtime import Runtime
 from lightning_smp.placed.units import UnitEntry
+from lightning_smp.weights.ownership import Ownership, forget_foreign_state, materialize, release
 
 __all__ = ["install_units", "place_weights", "plan_model"]
 

@@ -27,9 +27,9 @@ def check_trainer(
     split = config.pipeline_parallel_degree > 1
     if getattr(trainer, "_val_check_time_interval", None) is not None and trainer.world_size > 1:
         raise UnsupportedError(
-            f"a val_check_interval of {trainer._val_check_time_interval} s with {trainer.world_size} "
-            "processes: each rank reads its own clock, so they would not validate at the same "
-            "batch. Give a number of batches or a fraction of an epoch."
+            f"a val_check_interval of {trainer._val_check_time_interval} s with "
+            f"{trainer.world_size} processes: each rank reads its own clock, so they would not "
+            "validate at the same batch. Give a number of batches or a fraction of an epoch."
         )
     for callback in trainer.callbacks if split else ():
         for kind in type(callback).__mro__:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_smp.collect import PipelineLinks
 from lightning_smp.errors import CheckpointError
 from lightning_smp.lightning.checkpoint import (
     gather_optimizer_state,
@@ -15,6 +14,7 @@ from lightning_smp.lightning.checkpoint import (
     load_optimizer_state,
 )
 from lightning_smp.lightning.environment import Environment
+from lightning_smp.weights.collect import PipelineLinks
 
 __all__ = ["Saving"]
 

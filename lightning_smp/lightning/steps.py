@@ -12,14 +12,14 @@ from torch import nn
 
 from lightning_smp.batch import batch_digest, split_batch
 from lightning_smp.errors import UnsupportedError
-from lightning_smp.gradients import GradientReducer
 from lightning_smp.lightning.batch_broadcast import broadcast_batch
 from lightning_smp.lightning.clip import global_clip
 from lightning_smp.lightning.data import check_same_batch, prepare_dataloader
 from lightning_smp.lightning.handoff import GradientStash, hand_off
 from lightning_smp.lightning.saving import Saving
 from lightning_smp.lightning.stepper import StepOutput, Stepper
-from lightning_smp.sharing import WeightAgreement
+from lightning_smp.weights.gradients import GradientReducer
+from lightning_smp.weights.sharing import WeightAgreement
 
 __all__ = ["Steps"]
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smp.channels import Channels, Directions, make_directions
 from lightning_smp.config import resolve_config
-from lightning_smp.control import Control
 from lightning_smp.engine import PipelineEngine
+from lightning_smp.engine.channels import Channels, Directions, make_directions
+from lightning_smp.engine.control import Control
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.lightning.clip import clip_grad_norm
 from lightning_smp.lightning.partitioning import (
@@ -28,12 +28,12 @@ from lightning_smp.lightning.partitioning import (
 from lightning_smp.lightning.refusals import check_trainer
 from lightning_smp.lightning.scaler import make_scaler
 from lightning_smp.lightning.steps import Steps
-from lightning_smp.ownership import Ownership, materialize
 from lightning_smp.placed.metrics import find_metrics
 from lightning_smp.placed.random import DrawState, mix_seed, seed_everywhere
 from lightning_smp.placed.runtime import Runtime
 from lightning_smp.placed.seeding import SeededUnits
-from lightning_smp.sharing import SharingGroups
+from lightning_smp.weights.ownership import Ownership, materialize
+from lightning_smp.weights.sharing import SharingGroups
 from lightning_smp.wire import broadcast_object
 
 __all__ = ["StrategyCore", "make_strategy_class"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightning_smp.partition.atoms import is_boundary
+from lightning_smp.partitioning.atoms import is_boundary
 from lightning_smp.placed.structure import map_tensors
 from lightning_smp.placed.tensor import PlacedTensor
 

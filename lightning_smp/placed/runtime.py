@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from lightning_smp.channels import Channels
-from lightning_smp.control import Control
+from lightning_smp.engine.channels import Channels
+from lightning_smp.engine.control import Control
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.placed.functions import function_name
 from lightning_smp.placed.units import UnitEntry

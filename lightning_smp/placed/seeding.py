@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_smp.partition.atoms import find_atoms
+from lightning_smp.partitioning.atoms import find_atoms
 from lightning_smp.placed.random import isolated_draws, mix_seed
 
 __all__ = ["SeededUnits"]

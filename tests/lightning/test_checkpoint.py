@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smp.collect import PipelineLinks
 from lightning_smp.errors import CheckpointError, CommunicationError
 from lightning_smp.lightning.checkpoint import (
     gather_optimizer_state,
@@ -17,7 +16,8 @@ from lightning_smp.lightning.checkpoint import (
     load_full_state_dict,
     load_optimizer_state,
 )
-from lightning_smp.ownership import Ownership, forget_foreign_state, release
+from lightning_smp.weights.collect import PipelineLinks
+from lightning_smp.weights.ownership import Ownership, forget_foreign_state, release
 from tests.support.launch import gloo_group, run_ranks
 
 _CPU = torch.device("cpu")

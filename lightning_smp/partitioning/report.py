@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_smp.errors import PartitionError
-from lightning_smp.partition.atoms import find_atoms
-from lightning_smp.partition.costs import nbytes
-from lightning_smp.partition.plan import Partition
+from lightning_smp.partitioning.atoms import find_atoms
+from lightning_smp.partitioning.costs import nbytes
+from lightning_smp.partitioning.plan import Partition
 
 __all__ = ["compress_names", "report"]
 

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smp.errors import ScheduleError, UnsupportedError
-from lightning_smp.ownership import Ownership
-from lightning_smp.sharing import SharingGroups, Stages, WeightAgreement
+from lightning_smp.weights.ownership import Ownership
+from lightning_smp.weights.sharing import SharingGroups, Stages, WeightAgreement
 
 __all__ = ["GradientReducer", "GradientStore"]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_smp.errors import PartitionError
-from lightning_smp.partition.split import Item, solve, split, stage_costs
+from lightning_smp.partitioning.split import Item, solve, split, stage_costs
 
 number = st.one_of(st.integers(0, 9), st.floats(0, 9, allow_nan=False, allow_subnormal=False))
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_smp.errors import PartitionError
-from lightning_smp.partition.analysis import count_parameters
-from lightning_smp.partition.atoms import find_atoms
-from lightning_smp.partition.plan import plan_partition
-from lightning_smp.partition.report import compress_names, report
-from tests.partition import zoo
+from lightning_smp.partitioning.analysis import count_parameters
+from lightning_smp.partitioning.atoms import find_atoms
+from lightning_smp.partitioning.plan import plan_partition
+from lightning_smp.partitioning.report import compress_names, report
+from tests.partitioning import zoo
 
 
 def table(root: nn.Module, num_stages: int, **kwargs: object) -> str:

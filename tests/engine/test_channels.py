@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_smp.channels import Channels
-from lightning_smp.control import Control
+from lightning_smp.engine.channels import Channels
+from lightning_smp.engine.control import Control
 from lightning_smp.program import TensorSpec
 from tests.support.launch import gloo_group, run_ranks
 

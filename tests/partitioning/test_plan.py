@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smp.errors import PartitionError
-from lightning_smp.partition.analysis import Analysis, analyze, count_parameters
-from lightning_smp.partition.atoms import find_atoms
-from lightning_smp.partition.plan import Partition, plan_partition
-from tests.partition import zoo
+from lightning_smp.partitioning.analysis import Analysis, analyze, count_parameters
+from lightning_smp.partitioning.atoms import find_atoms
+from lightning_smp.partitioning.plan import Partition, plan_partition
+from tests.partitioning import zoo
 
 
 def counted(root: nn.Module) -> Analysis:

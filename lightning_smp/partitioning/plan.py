@@ -15,18 +15,18 @@ from typing import Literal
 from torch import nn
 
 from lightning_smp.errors import PartitionError
-from lightning_smp.partition.analysis import Analysis
-from lightning_smp.partition.atoms import Atom
-from lightning_smp.partition.costs import AtomCost
-from lightning_smp.partition.flow import Flow, trace_flow
-from lightning_smp.partition.manual import check_stage, manual_stages
-from lightning_smp.partition.sharing import (
+from lightning_smp.partitioning.analysis import Analysis
+from lightning_smp.partitioning.atoms import Atom
+from lightning_smp.partitioning.costs import AtomCost
+from lightning_smp.partitioning.flow import Flow, trace_flow
+from lightning_smp.partitioning.manual import check_stage, manual_stages
+from lightning_smp.partitioning.sharing import (
     SharedParameter,
     TieGroups,
     find_ties,
     shared_tensors,
 )
-from lightning_smp.partition.split import Item, solve
+from lightning_smp.partitioning.split import Item, solve
 
 __all__ = ["Partition", "plan_partition"]
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from lightning_smp.errors import PartitionError
-from lightning_smp.ownership import (
+from lightning_smp.weights.ownership import (
     Ownership,
     forget_foreign_state,
     materialize,

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightning_smp.backward import Backwards, empty_message
+from lightning_smp.engine.backward import Backwards, empty_message
+from lightning_smp.engine.fiber import Fiber
+from lightning_smp.engine.finality import final_parameters
+from lightning_smp.engine.messages import inbound
 from lightning_smp.errors import CommunicationError
-from lightning_smp.fiber import Fiber
-from lightning_smp.finality import final_parameters
-from lightning_smp.messages import inbound
 from lightning_smp.placed.outer import OuterMode
 from lightning_smp.placed.random import DrawState
 from lightning_smp.placed.run import MicrobatchRun
@@ -29,8 +29,8 @@ from lightning_smp.program import Edge, Program
 from lightning_smp.schedule import Action
 
 if TYPE_CHECKING:
-    from lightning_smp.engine import PipelineEngine
-    from lightning_smp.plan import StepPlan
+    from lightning_smp.engine.engine import PipelineEngine
+    from lightning_smp.engine.plan import StepPlan
 
 __all__ = ["Step"]
 

@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from lightning_smp.partition.atoms import Atom, parameter_names
-from lightning_smp.partition.costs import AtomCost, CostWatch, DeviceModel, nbytes
-from lightning_smp.partition.fakes import fake_copy, new_fake_mode, preserved_random_state
+from lightning_smp.partitioning.atoms import Atom, parameter_names
+from lightning_smp.partitioning.costs import AtomCost, CostWatch, DeviceModel, nbytes
+from lightning_smp.partitioning.fakes import fake_copy, new_fake_mode, preserved_random_state
 
 __all__ = ["Analysis", "analyze", "count_parameters"]
 

@@ -11,8 +11,8 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from lightning_smp.partition.atoms import find_atoms, outer_parameters
-from tests.partition import zoo
+from lightning_smp.partitioning.atoms import find_atoms, outer_parameters
+from tests.partitioning import zoo
 
 
 class Root(nn.Module):

@@ -5,10 +5,10 @@ from datetime import timedelta
 import pytest
 import torch
 
-from lightning_smp import collect as collect_module
-from lightning_smp.collect import PipelineLinks, collect
 from lightning_smp.groups import Groups
 from lightning_smp.topology import Topology
+from lightning_smp.weights import collect as collect_module
+from lightning_smp.weights.collect import PipelineLinks, collect
 from tests.support.launch import gloo_group, run_ranks
 
 _CPU = torch.device("cpu")

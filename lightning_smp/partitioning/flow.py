@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_smp.partition.analysis import Analysis
-from lightning_smp.partition.atoms import Atom
-from lightning_smp.partition.sharing import TieGroups
+from lightning_smp.partitioning.analysis import Analysis
+from lightning_smp.partitioning.atoms import Atom
+from lightning_smp.partitioning.sharing import TieGroups
 
 __all__ = ["Flow", "trace_flow"]
 

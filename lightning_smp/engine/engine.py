@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from lightning_smp.channels import Channels
-from lightning_smp.control import Control
-from lightning_smp.fiber import FiberPool
-from lightning_smp.messages import segment_graph
+from lightning_smp.engine.channels import Channels
+from lightning_smp.engine.control import Control
+from lightning_smp.engine.fiber import FiberPool
+from lightning_smp.engine.messages import segment_graph
+from lightning_smp.engine.plan import StepPlan
+from lightning_smp.engine.step import Step
 from lightning_smp.placed.outer import outer_patches
 from lightning_smp.placed.runtime import Runtime
 from lightning_smp.placed.tensor import PlacedTensor
-from lightning_smp.plan import StepPlan
 from lightning_smp.program import EVERYWHERE, Program
 from lightning_smp.schedule import Schedule, make_schedule
-from lightning_smp.stepping import Step
 
 __all__ = ["PipelineEngine", "StepPlan"]
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_smp.engine.messages import backward_order, forward_messages, gradient_messages
 from lightning_smp.errors import UnsupportedError
-from lightning_smp.messages import backward_order, forward_messages, gradient_messages
 from lightning_smp.placed.autograd import reachable_edges
 from lightning_smp.placed.run import MicrobatchRun
 from lightning_smp.placed.runtime import StepContext
 from lightning_smp.program import Edge
 
 if TYPE_CHECKING:
-    from lightning_smp.engine import PipelineEngine
-    from lightning_smp.plan import StepPlan
+    from lightning_smp.engine.engine import PipelineEngine
+    from lightning_smp.engine.plan import StepPlan
 
 __all__ = ["Backwards", "empty_message"]
 

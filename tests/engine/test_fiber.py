@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_smp.fiber import Fiber, FiberPool
+from lightning_smp.engine.fiber import Fiber, FiberPool
 
 
 @pytest.fixture

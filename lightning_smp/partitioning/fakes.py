@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_smp.errors import UnsupportedError
-from lightning_smp.partition.atoms import is_boundary, is_lightning_module
+from lightning_smp.partitioning.atoms import is_boundary, is_lightning_module
 
 __all__ = ["fake_batch", "fake_copy", "fake_tensor", "new_fake_mode", "preserved_random_state"]
 

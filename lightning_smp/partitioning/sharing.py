@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lightning_smp.partition.atoms import Atom, parameter_names
+from lightning_smp.partitioning.atoms import Atom, parameter_names
 
 __all__ = ["SharedParameter", "TieGroups", "find_ties", "shared_tensors"]
 

@@ -18,11 +18,11 @@ import torchmetrics
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_smp.partition.analysis import Analysis, analyze
-from lightning_smp.partition.atoms import find_atoms
-from lightning_smp.partition.fakes import fake_batch, new_fake_mode
-from tests.partition import zoo
-from tests.partition.test_atoms import hugging_face
+from lightning_smp.partitioning.analysis import Analysis, analyze
+from lightning_smp.partitioning.atoms import find_atoms
+from lightning_smp.partitioning.fakes import fake_batch, new_fake_mode
+from tests.partitioning import zoo
+from tests.partitioning.test_atoms import hugging_face
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_smp.messages import (
+from lightning_smp.engine.messages import (
     backward_order,
     forward_messages,
     gradient_messages,

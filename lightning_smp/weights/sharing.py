@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_smp.errors import UnsupportedError
-from lightning_smp.ownership import Ownership
+from lightning_smp.weights.ownership import Ownership
 
 __all__ = ["SharingGroups", "Stages", "WeightAgreement"]
 

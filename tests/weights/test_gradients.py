@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_smp.errors import ScheduleError, UnsupportedError
-from lightning_smp.gradients import GradientReducer, GradientStore
-from lightning_smp.ownership import Ownership
-from lightning_smp.sharing import SharingGroups, WeightAgreement
+from lightning_smp.weights.gradients import GradientReducer, GradientStore
+from lightning_smp.weights.ownership import Ownership
+from lightning_smp.weights.sharing import SharingGroups, WeightAgreement
 from tests.support.launch import gloo_group, run_ranks
 
 # Two stages, replicas interleaved: ranks 0 and 2 are stage 0, ranks 1 and 3 stage 1.

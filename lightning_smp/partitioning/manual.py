@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from lightning_smp.errors import PartitionError
-from lightning_smp.partition.atoms import Atom
+from lightning_smp.partitioning.atoms import Atom
 
 __all__ = ["check_stage", "manual_stages"]
 

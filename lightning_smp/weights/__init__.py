@@ -1,0 +1,1 @@
+"""The weights of a split model: who holds them, their gradients, and gathering them."""
