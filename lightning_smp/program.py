@@ -205,6 +205,7 @@ class Program:
 
     ``gradient_edges`` and ``backward_segments`` are known once the ranks have compared their
     autograd graphs (`lightning_smp.engine`); they stay empty for a program without backward.
+    ``loss_value`` is the ordinal of the value that the step returned as its loss, None without one;
     ``copied_edges`` are sent from a copy, since their tensor is changed in place later;
     ``attributes`` are those that the step writes on outer modules.
     """
@@ -213,6 +214,7 @@ class Program:
     edges: list[Edge] = field(default_factory=list)
     segments: list[SegmentNode] = field(default_factory=list)
     loss_segment: SegmentNode | None = None
+    loss_value: int | None = None
     gradient_edges: frozenset[int] = frozenset()
     backward_segments: frozenset[SegmentNode] = frozenset()
     copied_edges: frozenset[int] = frozenset()

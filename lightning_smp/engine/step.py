@@ -192,10 +192,10 @@ class Step(Backwards):
                 self.results[m] = self.plan.bodies[m]()
         finally:
             restore()
-        if run.following and run.position != len(run.entries):
+        loss = None if self.plan.loss_of is None else self.plan.loss_of(self.results[m])
+        if run.following and not run.ends_as_recorded(loss):
             run.leave_program(("the end of the step",))
-        if self.plan.loss_of is not None:
-            run.note_loss(self.plan.loss_of(self.results[m]))
+        run.note_loss(loss)
         self.finished[m] = True  # not before: where it left its program it must go on first
 
     def _record(self, m: int) -> None:

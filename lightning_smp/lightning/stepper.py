@@ -104,7 +104,7 @@ class Stepper:
                 final = None if on_final is None else lambda p: on_final([p], float(total))
                 results = self._run_here(bodies, seed, loss_seed if backward else None, final)
             else:
-                specs = [self._spec(name, piece.value) for piece in pieces]
+                specs = [self._spec(name, piece.value, backward) for piece in pieces]
                 results = self.engine.step(
                     StepPlan(
                         name=name, bodies=bodies, specs=specs, seed=seed,
@@ -150,10 +150,10 @@ class Stepper:
             results.append(map_tensors(result, torch.Tensor.detach) if loss_seed else result)
         return results
 
-    def _spec(self, name: str, batch: Any) -> Any:
+    def _spec(self, name: str, batch: Any, backward: bool) -> Any:
         """What a microbatch's shapes depend on."""
         shapes = tuple((tuple(t.shape), t.dtype) for t in iter_tensors(batch))
-        return (name, shapes, torch.is_grad_enabled(), self.module.training)
+        return (name, shapes, torch.is_grad_enabled(), self.module.training, backward)
 
     def _conclude(
         self, results: list[Any], pieces: list[Microbatch], total: int, buffer: LogBuffer,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,7 +63,11 @@ class Steps(Saving):
             raise
         stash.close()
         if output.loss is None:
-            return output.result
+            if self.groups.world_size == 1:
+                return output.result
+            # Lightning refuses None in several processes, where one of them alone might give it.
+            # A loss without gradients does the same: nothing is updated.
+            output = replace(output, loss=torch.zeros((), device=self.root_device))
         return self._with_hand_off(output, stash, expected, reduced=reducer is not None)
 
     def _early_reducer(self, accumulate: int) -> _EarlyReducer | None:

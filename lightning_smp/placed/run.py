@@ -191,12 +191,18 @@ class MicrobatchRun(Results):
         """Whether outer code drew random numbers after the first boundary of segments."""
         return self.boundary_draws not in (None, DrawState(self.context.device).digest())
 
+    def ends_as_recorded(self, loss: Any) -> bool:
+        """Whether the step made all calls of its program and returned the loss that it did."""
+        index = loss._value.index if isinstance(loss, PlacedTensor) else None
+        return self.position == len(self.entries) and index == self.program.loss_value
+
     def note_loss(self, loss: Any) -> None:
         """Marks the value that the backward starts from."""
-        self.program_loss = None
+        self.program_loss = self.loss_value = None
         if not isinstance(loss, PlacedTensor):
             return
         value = loss._value
+        self.loss_value = value.index
         home = max(value.home, 0)
         ordinal = value.segments[home]
         self.program_loss = (home, ordinal)
@@ -209,6 +215,7 @@ class MicrobatchRun(Results):
         program.entries, program.edges = self.entries, self.edges
         program.segments = self.tracker.order()
         program.loss_segment = self.program_loss
+        program.loss_value = self.loss_value
         program.copied_edges = frozenset(
             index for index, group, version in self.sent_versions if group.version != version
         )

@@ -50,6 +50,7 @@ class RunState:
         self.boundary_draws: int | None = None
         self.sent: set[int] = set()
         self.program_loss: tuple[int, int] | None = None
+        self.loss_value: int | None = None
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call of outer code."""

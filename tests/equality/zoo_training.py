@@ -83,6 +83,16 @@ class SkippedStep(Chain):
         return None if batch_idx == 1 else loss
 
 
+class OtherLoss(Chain):
+    """Computes two losses and returns one of them, by turns."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        x, y = batch
+        early = as_loss(self.blocks[0](x)[:, :NUM_CLASSES], y)
+        late = as_loss(self(x), y)
+        return early if batch_idx == 1 else late
+
+
 class Logging(Chain):
     """Every way to log that does not depend on how the batch is split."""
 
@@ -220,8 +230,8 @@ CASES: tuple[Case, ...] = (
         trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
     ),
     case("returns_extras", Extras, points),
-    # Lightning itself refuses a skipped step as soon as there are several processes.
-    case("skipped_step", SkippedStep, points, compares_losses=False, max_pp=1, max_dp=1),
+    case("skipped_step", SkippedStep, points, compares_losses=False),
+    case("other_loss", OtherLoss, points),
     case("logging", Logging, points),
     case("metrics", Metrics, points, validates=True),
     case("dropout_modules", ModuleDropout, points, noise="inside"),
