@@ -68,12 +68,6 @@ class PipelineEngine:
             self._step = None
             step.close()
 
-    def forget_programs(self) -> None:
-        """After the partition has changed nothing recorded is valid."""
-        self._programs.clear()
-        self._known_names.clear()
-        self._always_recorded.clear()
-
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The numbers of placed tensors on every rank, after their step. Collective over pp."""
         mine: dict[int, torch.Tensor] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -39,7 +38,6 @@ class OuterMode(TorchFunctionMode):
         super().__init__()
         self.run = run
         self.held = run.context.table.held
-        self.made_here: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def __torch_function__(
         self,

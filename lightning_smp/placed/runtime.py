@@ -123,7 +123,6 @@ class StepContext:
         self.receive = engine.receive
         self.deviated = engine.deviated
         self.backward = engine.backward
-        self.owned: set[int] = set()
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def key_mark(self, key: tuple[Any, ...]) -> str:
@@ -183,8 +182,6 @@ class StepContext:
 
     def has_aliases(self, tensor: torch.Tensor) -> bool:
         """Whether another tensor may share the storage."""
-        if id(tensor) in self.owned:
-            return False
         return tensor._is_view() or _storage_uses(tensor) > _storage_uses(torch.empty(1))
 
 
