@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from typing import Any
 
@@ -78,6 +79,8 @@ class Environment(StrategyState):
             raise UnsupportedError(
                 "strategy='smp' on MPS: there are no collectives there; use accelerator='cpu'."
             )
+        if self.is_global_zero:
+            _show_log()
         self._import_fabric("utilities.seed").reset_seed()
         self.set_world_ranks()
         if self._backend is None:
@@ -170,6 +173,14 @@ class Environment(StrategyState):
         if group is None or group is dist.group.WORLD:
             return self.groups.dp
         return group
+
+
+def _show_log() -> None:
+    """Shows the library's notices as Lightning shows its own, unless the program logs itself."""
+    logger = logging.getLogger("lightning_smp")
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO)
 
 
 def _default_backend(device: torch.device, devices: Any) -> str:

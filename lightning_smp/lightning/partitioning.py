@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,6 @@ from lightning_smp.partitioning import (
     new_fake_mode,
     outer_parameters,
     plan_partition,
-    report,
 )
 from lightning_smp.partitioning.atoms import is_boundary
 from lightning_smp.placed.metrics import MetricBoundary, find_metrics
@@ -28,8 +26,6 @@ from lightning_smp.placed.units import UnitEntry
 from lightning_smp.weights.ownership import Ownership, forget_foreign_state, materialize, release
 
 __all__ = ["install_units", "place_weights", "plan_model"]
-
-_logger = logging.getLogger(__name__)
 
 
 def plan_model(
@@ -159,11 +155,6 @@ def place_weights(
         forget_foreign_state(optimizer, ownership)
     for metric in find_metrics(module):
         metric.to(runtime.device)
-
-
-def log_report(partition: Partition, module: nn.Module) -> None:
-    """Logs the partition as a table."""
-    _logger.info("%s", report(partition, module))
 
 
 def sync_weights(module: nn.Module, group: Any, source: int) -> None:

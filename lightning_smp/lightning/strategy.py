@@ -20,7 +20,6 @@ from lightning_smp.errors import UnsupportedError
 from lightning_smp.lightning.clip import clip_grad_norm
 from lightning_smp.lightning.partitioning import (
     install_units,
-    log_report,
     place_weights,
     plan_model,
     sync_weights,
@@ -28,6 +27,7 @@ from lightning_smp.lightning.partitioning import (
 from lightning_smp.lightning.refusals import check_trainer
 from lightning_smp.lightning.scaler import make_scaler
 from lightning_smp.lightning.steps import Steps
+from lightning_smp.partitioning import report
 from lightning_smp.placed.metrics import find_metrics
 from lightning_smp.placed.random import DrawState, mix_seed, seed_everywhere
 from lightning_smp.placed.runtime import Runtime
@@ -242,8 +242,8 @@ class StrategyCore(Steps):
                 default_partition=config.default_partition,
                 manual=None if config.auto_partition else {},
             )  # fmt: skip
-            if self.is_global_zero:
-                log_report(partition, self.lightning_module)
+            say = self._import("utilities.rank_zero").rank_zero_info  # Lightning's log is shown
+            say(report(partition, self.lightning_module))
             self._install(partition)
             self._sync_replicas()
             self._optimizers_to_device(self.root_device)
