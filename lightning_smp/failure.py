@@ -61,6 +61,7 @@ class FailureWatch:
         self._own = _Board(store, run)  # the thread's, since a call of it may hang
         self._stop = threading.Event()
         self._reported_s: float | None = None
+        self._seen: str | None = None  # by the thread; the store may end right after
         threading.Thread(target=self._watch, name="smp-watch", daemon=True).start()
 
     def report(self, error: BaseException, stage: int, position: str) -> None:
@@ -117,6 +118,8 @@ class FailureWatch:
                 found.append(f"the first failure was {first}")
             return found
         except RuntimeError as error:
+            if self._seen is not None:
+                return [f"the first failure was {self._seen}"]
             lost = f"the store of rank {_HOST} or the launcher is gone: {_first_line(error)}"
             return [lost] if is_loss else []
 
@@ -150,7 +153,7 @@ class FailureWatch:
                 return
             try:
                 self._own.beat(self._rank)
-                failure = self._own.failure()
+                failure = self._seen = self._own.failure()
                 if failure is None and not host_has_left and self._own.has_left(_HOST):
                     host_has_left = True
                     self._own.leave(self._rank)
