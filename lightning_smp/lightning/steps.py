@@ -254,16 +254,11 @@ class Steps(Saving):
 
 
 class _EarlyReducer:
-    """Reduces while backward goes on; begins when the first gradient is final.
-
-    Every replica's weight is its share of the samples, which the loss's gradients are already
-    scaled by within the replica; so the weight itself may be agreed at the end.
-    """
+    """Reduces while backward goes on; begins when the first gradient is final."""
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
         self._started = False
-        self._weight: float | None = None
 
     def ready(self, parameters: list[nn.Parameter], weight: float) -> None:
         """The gradients of these parameters are final; ``weight`` is the replica's samples."""

@@ -85,11 +85,10 @@ class MicrobatchRun(Results):
                 self._arrive(value, edge)
             value.holders[rank] = value.group.version
             value.segments[rank] = edge.target[1]
-        if entry.home == me or entry.home == EVERYWHERE:
-            seed = self._seed(target)
+        seed = self._seed(target)
+        if entry.home in (me, EVERYWHERE):
             result = self._execute(target, args, kwargs, operands, seed)
             return self._wrap_real(entry, target, result, operands, position, seed)
-        self._seed(target)
         return self._wrap_specs(entry, target, args, kwargs, operands, position)
 
     def _depart_parameters(self, entry: Entry, position: int, operands: Operands) -> None:
