@@ -7,6 +7,7 @@ same program. Nothing here communicates or runs a tensor operation.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,7 +114,12 @@ class Edge:
 
 @dataclass(slots=True)
 class Entry:
-    """One call of the program."""
+    """One call of the program.
+
+    ``makes_one`` (known after `Program.seal`) says that the call moves nothing and gives one new
+    tensor, so that ranks which do not run it have nothing to do but to make a placeholder.
+    ``names`` are those of its named arguments, ``operand_keys`` the keys of all arguments.
+    """
 
     key: tuple[Any, ...]
     home: int
@@ -122,6 +128,9 @@ class Entry:
     new_segments: tuple[int, ...]
     cost: float = 0.0
     departures: tuple[Edge, ...] = ()
+    makes_one: bool = False
+    names: tuple[str, ...] = ()
+    operand_keys: tuple[Any, ...] = ()
 
 
 class SegmentTracker:
@@ -207,7 +216,8 @@ class Program:
     autograd graphs (`lightning_smp.engine`); they stay empty for a program without backward.
     ``loss_value`` is the ordinal of the value that the step returned as its loss, None without one;
     ``copied_edges`` are sent from a copy, since their tensor is changed in place later;
-    ``attributes`` are those that the step writes on outer modules.
+    ``attributes`` are those that the step writes on outer modules; ``visits`` counts each rank's
+    segments.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -221,15 +231,22 @@ class Program:
     forward_messages: dict[SegmentNode, list[Edge]] = field(default_factory=dict)
     gradient_messages: dict[SegmentNode, list[Edge]] = field(default_factory=dict)
     attributes: tuple[tuple[str, str], ...] = ()
+    visits: Counter[int] = field(default_factory=Counter)
 
     def seal(self) -> None:
         """Gives each call the edges that leave after it, in the order in which they are sent."""
+        self.visits = Counter(rank for rank, _ in self.segments)
         leaving: dict[int, list[Edge]] = {}
         for edge in self.edges:
             if edge.is_message:
                 leaving.setdefault(edge.produced, []).append(edge)
         for ordinal, entry in enumerate(self.entries):
             entry.departures = tuple(leaving.get(ordinal, ()))
+            entry.makes_one = _makes_one(entry, ordinal)
+            if entry.makes_one:
+                _, _, positional, named = entry.key
+                entry.names = tuple(name for name, _ in named[1:])
+                entry.operand_keys = (*positional[1:], *(key for _, key in named[1:]))
 
     def resolve_gradients(self, reach: Iterable[dict[str, Any]]) -> None:
         """Follows gradients from the loss through all ranks' segments.
@@ -254,6 +271,20 @@ class Program:
         if self.loss_segment is not None:
             segments.add(self.loss_segment)
         self.backward_segments = frozenset(segments)
+
+
+def _makes_one(entry: Entry, ordinal: int) -> bool:
+    outcome = entry.outcome
+    if entry.home == EVERYWHERE or entry.arrivals or entry.new_segments:
+        return False
+    if any(edge.consumed == ordinal for edge in entry.departures):
+        return False
+    if outcome.mutated or outcome.escapes or len(outcome.leaves) != 1:
+        return False
+    if outcome.random and not isinstance(entry.key[0], tuple):
+        return False  # not a unit: it draws from the stream of all ranks
+    leaf = outcome.leaves[0]
+    return outcome.template == ["t", 0] and leaf.same < 0 and leaf.view == -1
 
 
 def fingerprint(keys: Iterable[Any]) -> str:

@@ -36,6 +36,17 @@ _MAX_UNFINISHED = 256
 """Sends whose buffers are kept before the oldest is waited for."""
 
 
+_CPU = torch.device("cpu")
+_CARRIED = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+     torch.uint8}
+)  # fmt: skip
+"""Types that every backend can send."""
+
+_Ways = dict[int, tuple[dist.ProcessGroup, int]]
+"""Stage -> the group to use, and the stage's rank in it."""
+
+
 class Channels:
     """The point-to-point traffic of one rank.
 
@@ -55,11 +66,16 @@ class Channels:
         device: torch.device,
         directions: Directions | None = None,
     ) -> None:
-        self._ranks = ranks
-        self._here = ranks.index(dist.get_rank())
-        self._group = group
+        here = ranks.index(dist.get_rank())
         self._device = device
-        self._directions = directions
+        self._outward: _Ways = {}
+        self._inward: _Ways = {}
+        for stage, peer in enumerate(ranks):
+            if stage != here:
+                there = group if directions is None else directions[here, stage]
+                back = group if directions is None else directions[stage, here]
+                self._outward[stage] = (there, dist.get_group_rank(there, peer))
+                self._inward[stage] = (back, dist.get_group_rank(back, peer))
         self._stages = device.type == "cuda" and dist.get_backend(group) == "gloo"
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
         self._inbound = {stage: _Inbound(self, stage) for stage in range(len(ranks))}
@@ -68,12 +84,13 @@ class Channels:
         """Sends to a stage; ``copy`` where the tensor may be changed before it has gone out."""
         payload = tensor.detach()
         if self._stages:
-            payload = payload.cpu()
+            payload = payload.cpu().contiguous()
         elif copy or not payload.is_contiguous():
             payload = payload.clone(memory_format=torch.contiguous_format)
-        payload = payload.contiguous().view(-1).view(torch.uint8)
-        group = self._direction(self._here, stage)
-        work = dist.isend(payload, group=group, dst=self._ranks[stage])
+        payload = _sendable(payload)
+        # The group's own method: the checks of dist.isend cost as much as the message.
+        group, peer = self._outward[stage]
+        work = group.send([payload], peer, 0)
         self._sends.append((work, payload))
         if len(self._sends) > _MAX_UNFINISHED:
             self._sends.popleft()[0].wait()
@@ -104,17 +121,19 @@ class Channels:
 
     def _post(self, stage: int, spec: TensorSpec) -> tuple[Any, torch.Tensor, torch.Tensor]:
         host = self._stages or not spec.on_run_device
-        device = torch.device("cpu") if host else self._device
+        device = _CPU if host else self._device
         buffer = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-        flat = buffer.view(-1).view(torch.uint8)
-        group = self._direction(stage, self._here)
-        return dist.irecv(flat, group=group, src=self._ranks[stage]), buffer, flat
-
-    def _direction(self, source: int, target: int) -> dist.ProcessGroup:
-        return self._group if self._directions is None else self._directions[source, target]
+        flat = _sendable(buffer)
+        group, peer = self._inward[stage]
+        return group.recv([flat], peer, 0), buffer, flat
 
     def _land(self, buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         return buffer.to(self._device) if self._stages and spec.on_run_device else buffer
+
+
+def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor itself where every backend can send its type, else its bytes."""
+    return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
 
 
 def make_directions(topology: Topology, rank: int, timeout: timedelta) -> Directions:

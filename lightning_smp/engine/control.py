@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_smp.errors import CommunicationError
@@ -27,6 +28,10 @@ class Control:
     def publish(self, obj: Any, stage: int) -> Any:
         """Returns the object of ``stage`` on every stage. Collective over pp: all must call."""
         return broadcast_object(obj, self._ranks[stage], self._group)
+
+    def share(self, tensor: torch.Tensor, stage: int) -> None:
+        """Fills a CPU tensor on all stages with that of one. Collective over pp: all must call."""
+        dist.broadcast(tensor, self._ranks[stage], self._group)
 
     def agree(self, obj: Any) -> list[Any]:
         """Returns every stage's object, by stage. Collective over pp: all must call."""

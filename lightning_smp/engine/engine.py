@@ -70,17 +70,34 @@ class PipelineEngine:
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The numbers of placed tensors on every rank, after their step. Collective over pp."""
-        mine: dict[int, torch.Tensor] = {}
+        by_home: dict[int, list[int]] = {}
         for ordinal, tensor in enumerate(tensors):
-            if isinstance(tensor, PlacedTensor) and tensor._value.home == self.rank:
-                local = tensor._value.local
-                assert local is not None
-                mine[ordinal] = local.detach().cpu()
+            if isinstance(tensor, PlacedTensor) and tensor._value.home != EVERYWHERE:
+                by_home.setdefault(tensor._value.home, []).append(ordinal)
         found: dict[int, torch.Tensor] = {}
-        if any(isinstance(t, PlacedTensor) and t._value.home != EVERYWHERE for t in tensors):
-            for part in self.control.agree(mine):
-                found.update(part)
+        for home, ordinals in sorted(by_home.items()):
+            numbers = self._shared([tensors[k] for k in ordinals], home)
+            found.update(zip(ordinals, numbers, strict=True))
         return [self._fetched(tensor, found.get(k)) for k, tensor in enumerate(tensors)]
+
+    def _shared(self, tensors: list[torch.Tensor], home: int) -> list[torch.Tensor]:
+        """Tensors of one home in one message; every rank knows their types and shapes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+            message = torch.empty(sum(sizes), dtype=torch.uint8)
+            parts = message.split(sizes)
+            if home == self.rank:
+                for part, tensor in zip(parts, tensors, strict=True):
+                    local = tensor._value.local.detach().cpu().contiguous()  # type: ignore[attr-defined]
+                    part.copy_(local.view(-1).view(torch.uint8))
+            if sum(sizes):
+                self.control.share(message, home)
+            if home == self.rank:
+                return tensors  # `_fetched` takes what is here
+            numbers = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+            for part, made in zip(parts, numbers, strict=True):
+                made.view(-1).view(torch.uint8).copy_(part)
+        return numbers
 
     def _fetched(self, tensor: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
         if not isinstance(tensor, PlacedTensor):

@@ -211,8 +211,7 @@ class Step(Backwards):
         if m in self.deviations:
             self._send_empty(action)
             return
-        own = [node for node in self.programs[m].segments if node[0] == self.rank]
-        if len(own) == 1:
+        if self.programs[m].visits[self.rank] == 1:
             self._call_body(m)
         else:
             self._resume(m)

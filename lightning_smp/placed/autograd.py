@@ -39,19 +39,25 @@ class _Arrival(torch.autograd.Function):
         return None, None, None, None
 
 
+_enter = _Arrival.apply
+"""Bound here, before a step reroutes ``Function.apply`` for the user's functions."""
+
+
 class Segment:
     """What entered and left one segment of one microbatch on this rank.
 
     Attributes:
+        anchor: makes what enters require a gradient.
         entered: edges whose values entered.
         left: edge -> where its gradient must be put in.
         gradients: edge -> gradient of a value that entered, after the backward.
         loss: the loss, if it was made here.
     """
 
-    __slots__ = ("entered", "gradients", "left", "loss")
+    __slots__ = ("anchor", "entered", "gradients", "left", "loss")
 
     def __init__(self) -> None:
+        self.anchor = torch.empty((), requires_grad=True)
         self.entered: list[int] = []
         self.left: dict[int, GradientEdge] = {}
         self.gradients: dict[int, torch.Tensor] = {}
@@ -85,10 +91,11 @@ class Segment:
 
 def arrive(payload: torch.Tensor, segment: Segment, edge: int) -> torch.Tensor:
     """A tensor with the payload's numbers whose gradient is kept under ``edge``."""
+    segment.entered.append(edge)
+    if torch.is_grad_enabled():
+        return _enter(segment.anchor, payload, segment, edge)  # type: ignore[no-any-return]
     with torch.enable_grad():
-        anchor = torch.zeros((), requires_grad=True)
-        segment.entered.append(edge)
-        return _Arrival.apply(anchor, payload, segment, edge)  # type: ignore[no-any-return]
+        return _enter(segment.anchor, payload, segment, edge)  # type: ignore[no-any-return]
 
 
 def reachable_edges(roots: Iterable[Any], segment: Segment) -> list[int]:

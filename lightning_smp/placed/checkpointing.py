@@ -127,6 +127,8 @@ class _Repeated(PlacedTensor):
 class ReplayMode(TorchFunctionMode):
     """Routes a replayed region's calls to its replay."""
 
+    is_of_the_step = True
+
     def __init__(self, replay: Replay) -> None:
         super().__init__()
         self._replay = replay

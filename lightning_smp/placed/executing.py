@@ -23,19 +23,27 @@ class Executing(Moving):
         """The seed of a unit's own random stream; outer code draws from the replicated one."""
         if type(target) is not UnitEntry:
             return None
-        ordinal = self.calls_of_unit.get(target.index, 0)
-        self.calls_of_unit[target.index] = ordinal + 1
-        return mix_seed(*self.context.seed, self.index, target.index, ordinal)
+        return mix_seed(*self.context.seed, self.index, target.index, self._count(target))
+
+    def _count(self, unit: UnitEntry) -> int:
+        """The ordinal of this call among those of the unit."""
+        ordinal = self.calls_of_unit.get(unit.index, 0)
+        self.calls_of_unit[unit.index] = ordinal + 1
+        return ordinal
 
     def _execute(
         self, target: Any, args: Any, kwargs: Any, operands: Operands, seed: int | None
     ) -> Any:
         """Runs the call for real on this rank's tensors."""
         locals_ = operands.localize()
-        operands.versions = [t._version for t in locals_]
-        supply = iter(locals_)
-        args = map_tensors(args, lambda _: next(supply))
-        kwargs = map_tensors(kwargs, lambda _: next(supply))
+        if not self.following:
+            operands.versions = [t._version for t in locals_]
+        if operands.are(args):
+            args = locals_
+        else:
+            supply = iter(locals_)
+            args = map_tensors(args, lambda _: next(supply))
+            kwargs = map_tensors(kwargs, lambda _: next(supply))
         if seed is None:
             if self.following:
                 return target(*args, **kwargs)

@@ -9,6 +9,7 @@ import torch
 
 __all__ = [
     "BACKWARD",
+    "CHANGES_STATE",
     "DYNAMIC",
     "MASKED",
     "METADATA",
@@ -85,6 +86,9 @@ ON_PARAMETERS: frozenset[Any] = frozenset(
      T.untyped_storage, T.data_ptr}  # type: ignore[attr-defined]
 )  # fmt: skip
 """What is done to a parameter object itself, on every rank alike."""
+
+CHANGES_STATE: frozenset[Any] = frozenset({T.requires_grad.__set__, T.requires_grad_})  # type: ignore[attr-defined]
+"""Functions on a parameter after which its units' tokens are others."""
 
 BACKWARD: frozenset[Any] = frozenset({T.backward})
 

@@ -6,7 +6,10 @@ scale or a learning rate changes every step and never changes a shape.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import dataclasses
+import weakref
+from collections.abc import Iterable, MutableMapping, Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +20,12 @@ from lightning_smp.placed.tensor import PlacedTensor, Value
 if TYPE_CHECKING:
     from lightning_smp.placed.run import MicrobatchRun
 
-__all__ = ["Operands", "scan"]
+__all__ = ["Operands", "fits", "scan"]
 
 _PLAIN = (int, str, bytes, type(None), torch.dtype, torch.Size, torch.layout,
           torch.memory_format, complex, type(Ellipsis))  # fmt: skip
+_AS_THEY_ARE = frozenset(_PLAIN) - {str}
+_UNSEEN = object()
 
 
 class Operands:
@@ -62,6 +67,10 @@ class Operands:
         self._locals = found
         return found
 
+    def are(self, args: tuple[Any, ...]) -> bool:
+        """Whether the arguments are exactly the tensors: none is nested or named."""
+        return len(args) == len(self.tensors) and all(map(is_, args, self.tensors))
+
     def local_of(self, ordinal: int) -> torch.Tensor | None:
         """This rank's real tensor of one operand, if the call ran here."""
         return None if self._locals is None else self._locals[ordinal]
@@ -89,8 +98,8 @@ class Operands:
     def share(self, value: Value, other: Value) -> None:
         """``value`` shares storage with another value."""
         group = other.group
-        if not group.members:
-            group.members[other.index] = other
+        if group.members is None:
+            group.members = weakref.WeakValueDictionary({other.index: other})
         group.members[value.index] = value
         group.size += 1
         value.group = group
@@ -99,35 +108,107 @@ class Operands:
 def scan(operands: Operands, obj: Any, count_masks: bool) -> Any:
     """Collects the tensors of an argument and returns its key."""
     kind = type(obj)
-    if kind is PlacedTensor:
-        value = obj._value
-        if value.run is not operands.run and value.is_adopted:
-            value = operands.run.inherit(obj)
-        if value.run is not operands.run:
-            raise UnsupportedError(
-                f"{obj!r} was kept from another microbatch or step and used in microbatch "
-                f"{operands.run.index}. Values of the model end with their step: keep "
-                "`x.detach().tolist()` or a metric instead, or use microbatches=1 within one step."
-            )
-        operands.tensors.append(obj)
-        operands.values.append(value)
-        return ("v", value.index)
-    if kind is bool:
-        return ("b", obj)
-    if kind is float:
-        return "f"
-    if isinstance(obj, torch.Tensor):
-        return _scan_plain(operands, obj, count_masks)
     if kind is tuple or kind is list:
-        return (kind.__name__, *[scan(operands, item, count_masks) for item in obj])
+        return (kind.__name__, *_scan_items(operands, obj, count_masks))
+    if kind is dict:
+        if not obj:
+            return ()
+        keys = _scan_items(operands, obj.values(), count_masks)
+        return ("dict", *zip(map(str, obj), keys, strict=True))
+    return _scan_items(operands, (obj,), count_masks)[0]
+
+
+def _scan_items(operands: Operands, items: Iterable[Any], count_masks: bool) -> list[Any]:
+    """The keys of several arguments; one loop, since every call of the step passes here."""
+    run, tensors, values = operands.run, operands.tensors, operands.values
+    keys: list[Any] = []
+    for obj in items:
+        kind = type(obj)
+        if kind is PlacedTensor:
+            value = obj._value
+            if value.run is not run:
+                value = _inherited(operands, obj)
+            tensors.append(obj)
+            values.append(value)
+            keys.append(value.key)
+        elif kind in _AS_THEY_ARE:
+            keys.append(obj)
+        elif kind is bool:
+            keys.append(("b", obj))
+        elif kind is float:
+            keys.append("f")
+        elif (known := run.opaque.get(id(obj))) is not None:  # kept alive: no id is used twice
+            operands.objects.append(obj)
+            keys.append(known)
+        elif isinstance(obj, torch.Tensor):
+            keys.append(_scan_plain(operands, obj, count_masks))
+        else:
+            keys.append(_scan_nested(operands, obj, count_masks))
+    return keys
+
+
+def fits(run: MicrobatchRun, args: Iterable[Any], keys: Sequence[Any]) -> bool:
+    """Whether arguments surely have these keys, found without collecting anything.
+
+    False also where only `scan` can say: parameters, masks, objects that were not seen before.
+    """
+    for obj, key in zip(args, keys, strict=True):
+        kind = type(obj)
+        if kind is PlacedTensor:
+            value = obj._value
+            if value.run is not run or value.key != key:
+                return False
+        elif kind in _AS_THEY_ARE or kind is str:
+            if obj != key:
+                return False
+        elif not _fits_other(run, obj, key):
+            return False
+    return True
+
+
+def _fits_other(run: MicrobatchRun, obj: Any, key: Any) -> bool:
+    kind = type(obj)
+    if kind is bool:
+        return bool(key == ("b", obj))
+    if kind is float:
+        return bool(key == "f")
+    if kind is tuple or kind is list:
+        is_like = type(key) is tuple and len(key) == len(obj) + 1 and key[0] == kind.__name__
+        return is_like and fits(run, obj, key[1:])
+    if isinstance(obj, torch.Tensor):
+        return _fits_plain(run, obj, key)
+    return bool(run.opaque.get(id(obj), _UNSEEN) == key)
+
+
+def _fits_plain(run: MicrobatchRun, tensor: torch.Tensor, key: Any) -> bool:
+    if type(key) is not tuple or len(key) != 4 or id(tensor) in run.context.table.held:
+        return False
+    run.context.check_plain(tensor, run)
+    known = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+    return bool(key[0] == "t" and key[1:] == known)
+
+
+def _inherited(operands: Operands, tensor: PlacedTensor) -> Value:
+    if tensor._value.is_adopted:
+        return operands.run.inherit(tensor)
+    raise UnsupportedError(
+        f"{tensor!r} was kept from another microbatch or step and used in microbatch "
+        f"{operands.run.index}. Values of the model end with their step: keep "
+        "`x.detach().tolist()` or a metric instead, or use microbatches=1 within one step."
+    )
+
+
+def _scan_nested(operands: Operands, obj: Any, count_masks: bool) -> Any:
+    kind = type(obj)
+    if kind is tuple or kind is list or kind is dict:
+        return scan(operands, obj, count_masks)
     if isinstance(obj, torch.device) or (kind is str and obj.startswith("cuda")):
         obj = torch.device(obj)
         return ("device", obj.type)  # every rank has a device of its own
     if isinstance(obj, _PLAIN):
         return obj
     if kind is slice:
-        parts = (obj.start, obj.stop, obj.step)
-        return ("slice", *[scan(operands, item, count_masks) for item in parts])
+        return ("slice", *_scan_items(operands, (obj.start, obj.stop, obj.step), count_masks))
     if isinstance(obj, dict):
         return _scan_dict(operands, obj, count_masks)
     return _scan_other(operands, obj, count_masks)
@@ -160,8 +241,6 @@ def _scan_dict(operands: Operands, obj: MutableMapping[Any, Any], count_masks: b
 
 
 def _scan_other(operands: Operands, obj: Any, count_masks: bool) -> Any:
-    import dataclasses
-
     kind = type(obj)
     if isinstance(obj, MutableMapping):
         return _scan_dict(operands, obj, count_masks)
@@ -175,8 +254,6 @@ def _scan_other(operands: Operands, obj: Any, count_masks: bool) -> Any:
     operands.objects.append(obj)
     if callable(obj) and hasattr(obj, "__qualname__"):
         return ("call", obj.__qualname__)
-    ordinal = run.opaque.get(id(obj))
-    if ordinal is None:
-        ordinal = run.opaque[id(obj)] = len(run.opaque_objects)
-        run.opaque_objects.append(obj)  # keeps the id from being used again
-    return ("o", kind.__qualname__, ordinal)
+    key = run.opaque[id(obj)] = ("o", kind.__qualname__, len(run.opaque_objects))
+    run.opaque_objects.append(obj)  # keeps the id from being used again
+    return key

@@ -17,7 +17,7 @@ from lightning_smp.program import EVERYWHERE, Leaf, Outcome, TensorSpec
 if TYPE_CHECKING:
     from lightning_smp.placed.run import MicrobatchRun
 
-__all__ = ["describe", "matches", "outcome_from_plain", "outcome_to_plain"]
+__all__ = ["describe", "matches", "mismatch", "outcome_from_plain", "outcome_to_plain"]
 
 _NUMBERS = (int, float, complex)
 
@@ -76,12 +76,19 @@ def matches(
     if len(found) != len(leaves):
         return f"returned {len(found)} tensors"
     for tensor, leaf in zip(found, leaves, strict=True):
-        spec = leaf.spec
-        if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
-            return f"returned a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
-        if tensor.requires_grad != spec.requires_grad:
-            return f"returned a tensor with requires_grad={tensor.requires_grad}"
+        problem = mismatch(tensor, leaf.spec)
+        if problem:
+            return problem
     real += found
+    return ""
+
+
+def mismatch(tensor: torch.Tensor, spec: TensorSpec) -> str:
+    """What differs between a real tensor and the spec that the others take it to have, or ''."""
+    if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
+        return f"returned a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
+    if tensor.requires_grad != spec.requires_grad:
+        return f"returned a tensor with requires_grad={tensor.requires_grad}"
     return ""
 
 

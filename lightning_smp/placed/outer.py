@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.utils.checkpoint
@@ -13,7 +12,13 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.placed.checkpointing import checkpoint_generator
-from lightning_smp.placed.functions import BACKWARD, METADATA, ON_PARAMETERS, function_name
+from lightning_smp.placed.functions import (
+    BACKWARD,
+    CHANGES_STATE,
+    METADATA,
+    ON_PARAMETERS,
+    function_name,
+)
 from lightning_smp.placed.run import MicrobatchRun
 from lightning_smp.placed.tensor import PlacedTensor
 
@@ -33,6 +38,8 @@ class PlacedGradFn:
 
 class OuterMode(TorchFunctionMode):
     """Routes calls that touch placed tensors, parameters or units' buffers to the run."""
+
+    is_of_the_step = True
 
     def __init__(self, run: MicrobatchRun) -> None:
         super().__init__()
@@ -58,6 +65,8 @@ class OuterMode(TorchFunctionMode):
                 run.context.note_plain(result)
             return result
         if func in ON_PARAMETERS and not isinstance(args[0], PlacedTensor):
+            if func in CHANGES_STATE:
+                run.context.tokens.clear()
             return func(*args, **kwargs)
         if func is T.register_hook:
             return run.register_hook(args[0], args[1])
@@ -142,6 +151,7 @@ def outer_patches(run: MicrobatchRun) -> Iterator[None]:
     apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
     backward = torch.autograd.backward
     generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator  # type: ignore[attr-defined]
+    train = torch.nn.Module.train
     runtime = run.context.runtime
 
     def routed_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,17 +177,31 @@ def outer_patches(run: MicrobatchRun) -> Iterator[None]:
             return generator(function, *args, **kwargs)
         return checkpoint_generator(active, generator, function, args, kwargs)
 
+    def noted_train(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
+        run.context.tokens.clear()
+        return train(module, mode)
+
+    replaced = (
+        (torch.autograd.Function, "apply", classmethod(routed_apply)),
+        (torch.autograd, "backward", routed_backward),
+        (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", routed_generator),
+        (torch.nn.Module, "train", noted_train),
+    )
     with ExitStack() as stack:
-        stack.enter_context(
-            patch.object(torch.autograd.Function, "apply", classmethod(routed_apply))
-        )
-        stack.enter_context(patch.object(torch.autograd, "backward", routed_backward))
-        stack.enter_context(
-            patch.object(
-                torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", routed_generator
-            )
-        )
+        for owner, name, routed in replaced:
+            stack.callback(_put_back, owner, name, owner.__dict__.get(name, _MISSING))
+            setattr(owner, name, routed)
         yield
+
+
+_MISSING = object()
+
+
+def _put_back(owner: Any, name: str, found: Any) -> None:
+    if found is _MISSING:  # it was inherited
+        delattr(owner, name)
+    else:
+        setattr(owner, name, found)
 
 
 def _without_reentry(function: Any, preserve_rng_state: bool, *args: Any) -> Any:

@@ -10,13 +10,15 @@ from lightning_smp.errors import CommunicationError, UnsupportedError
 from lightning_smp.placed.executing import Executing
 from lightning_smp.placed.functions import READS
 from lightning_smp.placed.operands import Operands
-from lightning_smp.placed.outcome import matches
+from lightning_smp.placed.outcome import matches, mismatch
 from lightning_smp.placed.structure import build
 from lightning_smp.placed.tensor import PlacedTensor, Value
 from lightning_smp.placed.units import UnitEntry
-from lightning_smp.program import EVERYWHERE, Entry
+from lightning_smp.program import EVERYWHERE, Entry, TensorSpec
 
 __all__ = ["Results"]
+
+_CPU = torch.device("cpu")
 
 
 class Results(Executing):
@@ -34,13 +36,28 @@ class Results(Executing):
         real: list[torch.Tensor] = []
         problem = matches(self, target, result, outcome, real)
         if problem:
-            raise CommunicationError(
-                f"stage {self.rank}, microbatch {self.index}: {self._label(target)} {problem}, "
-                "while the other stages expect what it gave when the step was recorded. A result "
-                "whose shape depends on data must be made in the code between submodules, or "
-                "inside one submodule that reduces it to a fixed shape."
-            )
+            raise self._unlike_recorded(target, problem)
         return self._finish(entry, target, operands, position, real, seed)
+
+    def _wrap_one(self, entry: Entry, target: Any, result: torch.Tensor, position: int) -> Any:
+        """The result of a call that gives one new tensor (`Entry.makes_one`)."""
+        spec = entry.outcome.leaves[0].spec
+        problem = mismatch(result, spec)
+        if problem:
+            raise self._unlike_recorded(target, problem)
+        value = self._new_value(entry.home, position)
+        value.local = result
+        for edge in entry.departures:
+            self._send(value, edge)
+        return self._placeholder(spec, value)
+
+    def _unlike_recorded(self, target: Any, problem: str) -> CommunicationError:
+        return CommunicationError(
+            f"stage {self.rank}, microbatch {self.index}: {self._label(target)} {problem}, "
+            "while the other stages expect what it gave when the step was recorded. A result "
+            "whose shape depends on data must be made in the code between submodules, or "
+            "inside one submodule that reduces it to a fixed shape."
+        )
 
     def _wrap_specs(
         self, entry: Entry, target: Any, args: Any, kwargs: Any, operands: Operands, position: int
@@ -71,10 +88,7 @@ class Results(Executing):
             if leaf.same >= 0:
                 leaves.append(operands.tensors[leaf.same])
                 continue
-            value = Value(self, self.num_values, entry.home, self._home_node(entry.home))
-            self.num_values += 1
-            value.produced = position
-            self._note_segments(value, entry.home)
+            value = self._new_value(entry.home, position)
             if leaf.view >= 0:
                 operands.join(value, leaf.view)
             elif leaf.view < -1:  # a view of another part of this result
@@ -82,8 +96,7 @@ class Results(Executing):
             if real is not None:
                 value.local = real[ordinal]
             made[value.index] = value
-            device = self.context.device if leaf.spec.on_run_device else torch.device("cpu")
-            leaves.append(PlacedTensor(leaf.spec, device, value))
+            leaves.append(self._placeholder(leaf.spec, value))
         if real is not None and entry.departures and self.following:
             for edge in entry.departures:
                 if edge.source[0] == self.rank and edge.consumed != position:
@@ -94,6 +107,18 @@ class Results(Executing):
         if self.region is not None:
             self.region.append((entry, seed, None if real is not None else result))
         return result
+
+    def _new_value(self, home: int, position: int) -> Value:
+        value = Value(self, self.num_values, home, self._home_node(home))
+        self.num_values += 1
+        value.produced = position
+        if home == EVERYWHERE:
+            self._note_segments(value, home)
+        return value
+
+    def _placeholder(self, spec: TensorSpec, value: Value) -> PlacedTensor:
+        device = self.context.device if spec.on_run_device else _CPU
+        return PlacedTensor(spec, device, value)
 
     def _note_segments(self, value: Value, home: int) -> None:
         if home == EVERYWHERE:
@@ -151,5 +176,6 @@ def _find(index: int, made: dict[int, Value]) -> Value:
     """A value that a call has made or changed, or one that shares storage with such."""
     found = made.get(index)
     if found is None:
-        found = next(v.group.members[index] for v in made.values() if index in v.group.members)
+        groups = (value.group.members for value in made.values())
+        found = next(members[index] for members in groups if members and index in members)
     return found

@@ -21,7 +21,7 @@ from lightning_smp.placed.functions import (
     function_name,
     mutates_first,
 )
-from lightning_smp.placed.operands import Operands, scan
+from lightning_smp.placed.operands import Operands, fits, scan
 from lightning_smp.placed.outcome import describe, outcome_from_plain, outcome_to_plain
 from lightning_smp.placed.random import DrawState
 from lightning_smp.placed.results import Results
@@ -43,12 +43,14 @@ class MicrobatchRun(Results):
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call of outer code: a torch function or a unit."""
+        if self.following and self._is_elsewhere(target, args, kwargs):
+            return self._stand_in(target)
         operands = Operands(self)
         key = (
-            target.token if type(target) is UnitEntry else target,
+            target.token_in(self.context.tokens) if type(target) is UnitEntry else target,
             self._mode_flags(),
             scan(operands, args, target in MASKED),
-            scan(operands, kwargs, False),
+            scan(operands, kwargs, False) if kwargs else (),
         )
         if self.following:
             position = self.position
@@ -61,9 +63,37 @@ class MicrobatchRun(Results):
         self.position += 1
         return self._record(key, target, args, kwargs, operands)
 
+    def _is_elsewhere(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the call is the program's next one and gives one tensor of another rank.
+
+        Most calls are, where a rank owns few of the units.
+        """
+        if self.position >= len(self.entries) or self.region is not None:
+            return False
+        entry = self.entries[self.position]
+        if not entry.makes_one or entry.home == self.rank:
+            return False
+        mine = target.token_in(self.context.tokens) if type(target) is UnitEntry else target
+        if entry.key[0] != mine or entry.key[1] != self._mode_flags():
+            return False
+        given = (*args, *kwargs.values()) if kwargs else args
+        if tuple(kwargs) != entry.names or len(given) != len(entry.operand_keys):
+            return False
+        return fits(self, given, entry.operand_keys)
+
+    def _stand_in(self, target: Any) -> PlacedTensor:
+        """The result of the program's next call, which another rank runs."""
+        position = self.position
+        entry = self.entries[position]
+        self.position += 1
+        if type(target) is UnitEntry:
+            self._count(target)
+        spec = entry.outcome.leaves[0].spec
+        return self._placeholder(spec, self._new_value(entry.home, position))
+
     def _mode_flags(self) -> int:
         flags = torch.is_grad_enabled()
-        device = self.context.device.type
+        device = self.device_type
         if torch.is_autocast_enabled(device):
             flags |= 2 + 4 * (torch.get_autocast_dtype(device).itemsize == 2)
         return int(flags)
@@ -88,6 +118,8 @@ class MicrobatchRun(Results):
         seed = self._seed(target)
         if entry.home in (me, EVERYWHERE):
             result = self._execute(target, args, kwargs, operands, seed)
+            if entry.makes_one and self.region is None and isinstance(result, torch.Tensor):
+                return self._wrap_one(entry, target, result, position)
             return self._wrap_real(entry, target, result, operands, position, seed)
         return self._wrap_specs(entry, target, args, kwargs, operands, position)
 

@@ -29,6 +29,7 @@ class RunState:
         self.context = context
         self.index = index
         self.rank = context.rank
+        self.device_type = context.device.type
         self.num_ranks = context.num_ranks
         self.following = program is not None
         self.program = program if program is not None else Program()
@@ -38,7 +39,7 @@ class RunState:
         self.tracker = SegmentTracker(self.num_ranks)
         self.segments: dict[int, Segment] = {0: Segment()}
         self.num_values = 0
-        self.opaque: dict[int, int] = {}
+        self.opaque: dict[int, tuple[Any, ...]] = {}
         self.opaque_objects: list[Any] = []
         self.parameters: dict[int, Value] = {}
         self.calls_of_unit: dict[int, int] = {}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch._C import _len_torch_function_stack
+from torch.overrides import _pop_mode, _push_mode
 
 from lightning_smp.engine.channels import Channels
 from lightning_smp.engine.control import Control
@@ -96,6 +96,27 @@ class Engine(Protocol):
         """A backward that the user's step asked for."""
 
 
+class OutsideOuterMode:
+    """Leaves the outer mode while its body runs; every unit's call enters one of these."""
+
+    __slots__ = ("_kept", "_stack")
+
+    def __enter__(self) -> None:
+        depth = _len_torch_function_stack()
+        self._stack = [_pop_mode() for _ in range(depth)]
+        self._kept: list[Any] = []
+        for mode in reversed(self._stack):
+            if not getattr(mode, "is_of_the_step", False):
+                self._kept.append(mode)
+                _push_mode(mode)
+
+    def __exit__(self, *exc: object) -> None:
+        for _ in self._kept:
+            _pop_mode()
+        while self._stack:
+            _push_mode(self._stack.pop())
+
+
 class StepContext:
     """What the microbatches of one step share.
 
@@ -123,6 +144,7 @@ class StepContext:
         self.receive = engine.receive
         self.deviated = engine.deviated
         self.backward = engine.backward
+        self.tokens: dict[int, tuple[Any, ...]] = {}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def key_mark(self, key: tuple[Any, ...]) -> str:
@@ -140,25 +162,9 @@ class StepContext:
             return target
         return f"{function_name(target)}{key[1:]}"
 
-    @contextmanager
-    def outside_outer_mode(self) -> Iterator[None]:
+    def outside_outer_mode(self) -> OutsideOuterMode:
         """Leaves the outer mode; modes that the user has entered stay."""
-        from lightning_smp.placed.checkpointing import ReplayMode
-        from lightning_smp.placed.outer import OuterMode
-
-        stack = _get_current_function_mode_stack()
-        for _ in stack:
-            _pop_mode()
-        kept = [mode for mode in stack if not isinstance(mode, (OuterMode, ReplayMode))]
-        for mode in kept:
-            _push_mode(mode)
-        try:
-            yield
-        finally:
-            for _ in kept:
-                _pop_mode()
-            for mode in stack:
-                _push_mode(mode)
+        return OutsideOuterMode()
 
     def note_plain(self, tensor: torch.Tensor) -> None:
         """Outer code made a plain tensor with a graph (from its own inputs, not from units)."""

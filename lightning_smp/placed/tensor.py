@@ -22,7 +22,7 @@ class AliasGroup:
     Attributes:
         version: counts in-place changes to any of them.
         changed: ordinal of the call that made the last change, -1 if there was none.
-        members: ordinal of a value -> the value, while the step holds it.
+        members: ordinal of a value -> the value, while the step holds it; None for one value.
         size: how many values have ever shared it.
         of_plain: whether the storage is that of a tensor which all ranks hold.
     """
@@ -32,7 +32,7 @@ class AliasGroup:
     def __init__(self) -> None:
         self.version = 0
         self.changed = -1
-        self.members: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()
+        self.members: weakref.WeakValueDictionary[int, Value] | None = None
         self.size = 1
         self.of_plain = False
 
@@ -42,6 +42,7 @@ class Value:
 
     Attributes:
         index: ordinal in the microbatch, equal on all ranks.
+        key: what stands for it in the keys of calls.
         home: rank that holds it for real, or ``EVERYWHERE``.
         group: the values it shares storage with.
         holders: rank -> version of the copy that this rank has got.
@@ -54,13 +55,14 @@ class Value:
     """
 
     __slots__ = (
-        "__weakref__", "group", "holders", "home", "index", "is_adopted", "local", "name", "node",
-        "produced", "run", "segments", "stages",
+        "__weakref__", "group", "holders", "home", "index", "is_adopted", "key", "local", "name",
+        "node", "produced", "run", "segments", "stages",
     )  # fmt: skip
 
     def __init__(self, run: MicrobatchRun, index: int, home: int, node: SegmentNode) -> None:
         self.run = run
         self.index = index
+        self.key = ("v", index)
         self.home = home
         self.node = node
         self.produced = -1

@@ -80,6 +80,20 @@ class UnitEntry:
             state = state * 2 + inner.training
         return ("unit", self.index, state)
 
+    def token_in(self, known: dict[int, tuple[Any, ...]]) -> tuple[Any, ...]:
+        """The token, found once in a step.
+
+        Args:
+            known: tokens found earlier in the step; `lightning_smp.placed.outer` empties it when
+                ``train``, ``eval`` or ``requires_grad_`` is called. A flag that the step writes to
+                an inner module directly counts from the next step: until then the home refuses
+                a result of another spec.
+        """
+        found = known.get(self.index)
+        if found is None:
+            found = known[self.index] = self.token
+        return found
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The unit's forward, as the step calls it."""
         run = self.runtime.active_run()
