@@ -7,7 +7,7 @@ same program. Nothing here communicates or runs a tensor operation.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,10 @@ EVERYWHERE = -1
 
 SegmentNode = tuple[int, int]
 """(rank in the pipeline group, ordinal of the segment on that rank)."""
+
+
+_SPARE = 4
+"""Placeholders kept for a call; more than are ever free at once would only hold memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,7 @@ class Entry:
     ``makes_one`` (known after `Program.seal`) says that the call moves nothing and gives one new
     tensor, so that ranks which do not run it have nothing to do but to make a placeholder.
     ``names`` are those of its named arguments, ``operand_keys`` the keys of all arguments.
+    ``spare`` keeps placeholders of earlier microbatches, to be used again once nobody holds them.
     """
 
     key: tuple[Any, ...]
@@ -131,6 +136,9 @@ class Entry:
     makes_one: bool = False
     names: tuple[str, ...] = ()
     operand_keys: tuple[Any, ...] = ()
+    spare: deque[Any] = field(
+        default_factory=lambda: deque(maxlen=_SPARE), compare=False, repr=False
+    )
 
 
 class SegmentTracker:
@@ -214,7 +222,8 @@ class Program:
 
     ``gradient_edges`` and ``backward_segments`` are known once the ranks have compared their
     autograd graphs (`lightning_smp.engine`); they stay empty for a program without backward.
-    ``loss_value`` is the ordinal of the value that the step returned as its loss, None without one;
+    ``losses`` are (value, call that made its version) of what the backward starts from, and
+    ``loss_segments`` the segments where they were made;
     ``copied_edges`` are sent from a copy, since their tensor is changed in place later;
     ``attributes`` are those that the step writes on outer modules; ``visits`` counts each rank's
     segments.
@@ -223,8 +232,8 @@ class Program:
     entries: list[Entry] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     segments: list[SegmentNode] = field(default_factory=list)
-    loss_segment: SegmentNode | None = None
-    loss_value: int | None = None
+    loss_segments: tuple[SegmentNode, ...] = ()
+    losses: tuple[tuple[int, int], ...] = ()
     gradient_edges: frozenset[int] = frozenset()
     backward_segments: frozenset[SegmentNode] = frozenset()
     copied_edges: frozenset[int] = frozenset()
@@ -268,8 +277,7 @@ class Program:
                 todo += depends.get(edge, ())
         self.gradient_edges = frozenset(found)
         segments = {self.edges[index].source for index in found}
-        if self.loss_segment is not None:
-            segments.add(self.loss_segment)
+        segments.update(self.loss_segments)
         self.backward_segments = frozenset(segments)
 
 

@@ -112,7 +112,7 @@ def test_gradients_are_followed_through_all_ranks() -> None:
         edge(0, (0, 0), (1, 0)), edge(1, (1, 0), (2, 0)), edge(2, (0, 0), (2, 0)),
         edge(3, (1, 0), (0, 1)),
     ]  # fmt: skip
-    program = Program(edges=edges, loss_segment=(2, 0))
+    program = Program(edges=edges, loss_segments=((2, 0),))
     program.resolve_gradients(
         [{"edges": {}, "loss": None}, {"edges": {1: [0], 3: [0]}, "loss": None},
          {"edges": {}, "loss": [1]}]
@@ -128,7 +128,7 @@ def test_no_loss_no_gradients() -> None:
 
 
 def test_loss_that_needs_no_edge_still_has_a_backward() -> None:
-    program = Program(loss_segment=(1, 0))
+    program = Program(loss_segments=((1, 0),))
     program.resolve_gradients([{"edges": {}, "loss": []}])
     assert program.backward_segments == {(1, 0)}
 

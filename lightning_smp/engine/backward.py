@@ -12,6 +12,7 @@ from lightning_smp.errors import UnsupportedError
 from lightning_smp.placed.autograd import reachable_edges
 from lightning_smp.placed.run import MicrobatchRun
 from lightning_smp.placed.runtime import StepContext
+from lightning_smp.placed.splitting import LaterPart
 from lightning_smp.program import Edge
 
 if TYPE_CHECKING:
@@ -41,16 +42,12 @@ class Backwards:
         self.train = plan.loss_of is not None
         self.runs: list[MicrobatchRun] = []
         self.results: list[Any] = [None] * len(plan.bodies)
-
-    def _loss_seed(self, m: int) -> torch.Tensor | None:
-        assert self.plan.loss_seed is not None
-        return self.plan.loss_seed(m, self.results[m])
+        self.later: dict[tuple[int, int], LaterPart] = {}
 
     def _run_backward(
-        self, run: MicrobatchRun, ordinal: int, loss_seed: torch.Tensor | None, *,
-        retain_graph: bool,
-    ) -> None:  # fmt: skip
-        """One segment's backward: gradients in, autograd, gradients out."""
+        self, run: MicrobatchRun, ordinal: int, *, retain_graph: bool = False, split: bool = False
+    ) -> None:
+        """One segment's backward, or its first part: gradients in, autograd, gradients out."""
         program, segment = run.program, run.segments[ordinal]
         seeds: dict[int, torch.Tensor] = {}
         for index in segment.left:
@@ -59,16 +56,23 @@ class Backwards:
             gradient = self._incoming_gradient(run, program.edges[index])
             if gradient is not None:
                 seeds[index] = gradient
-        segment.backward(seeds, loss_seed, retain_graph=retain_graph)
+        if split:
+            self.later[run.index, ordinal] = segment.backward_of_inputs(seeds)
+        else:
+            segment.backward(seeds, retain_graph=retain_graph)
         for edge in program.gradient_messages.get((self.rank, ordinal), ()):
             gradient = segment.gradients.pop(edge.index, None)
             if gradient is None:
                 gradient = empty_message(edge, self.runtime.device)
             self.channels.send(gradient, edge.source[0], copy=retain_graph)
-        segment.loss = None
+        segment.roots.clear()
         if not retain_graph:
             for index in program.gradient_edges.intersection(segment.left):
                 del segment.left[index]
+
+    def _run_later_part(self, run: MicrobatchRun, ordinal: int) -> None:
+        """What the first part of a segment's backward put off."""
+        self.later.pop((run.index, ordinal)).run()
 
     def _incoming_gradient(self, run: MicrobatchRun, edge: Edge) -> torch.Tensor | None:
         if edge.is_message:
@@ -77,9 +81,7 @@ class Backwards:
             return None  # no elements
         return run.segments[edge.target[1]].gradients.pop(edge.index, None)
 
-    def _backward_in_order(
-        self, run: MicrobatchRun, loss_seed: torch.Tensor | None, *, retain_graph: bool = False
-    ) -> None:
+    def _backward_in_order(self, run: MicrobatchRun, *, retain_graph: bool = False) -> None:
         """The backward of one microbatch alone, all ranks in one order."""
         program = run.program
         order = backward_order(program)
@@ -94,7 +96,7 @@ class Backwards:
                 self.channels.expect(sender, ((("g", run.index, e.index), e.spec) for e in edges))
         for node in order:
             if node[0] == self.rank:
-                self._run_backward(run, node[1], loss_seed, retain_graph=retain_graph)
+                self._run_backward(run, node[1], retain_graph=retain_graph)
 
     def _resolve(self, recorded: Sequence[int]) -> None:
         """Completes recorded programs: which edges carry gradients, which messages there are."""
@@ -102,7 +104,7 @@ class Backwards:
             return
         reports = [self._reach(self.runs[m]) if self.train else None for m in recorded]
         point = f"the end of the forward of microbatches {list(recorded)}, the loss made in "
-        point += f"{[self.runs[m].program_loss for m in recorded]} (stage, segment)"
+        point += f"{[[n for _, n in self.runs[m].losses] for m in recorded]} (stage, segment)"
         gathered = self.control.agree_at(point, reports) if self.train else None
         for position, m in enumerate(recorded):
             run = self.runs[m]
@@ -115,12 +117,13 @@ class Backwards:
     def _reach(self, run: MicrobatchRun) -> dict[str, Any]:
         """On which edges that entered a segment its outputs here depend."""
         edges: dict[int, list[int]] = {}
-        loss = None
+        loss: list[int] | None = None
         for segment in run.segments.values():
             for index, root in segment.left.items():
                 edges[index] = reachable_edges([root], segment)
-            if segment.loss is not None:
-                loss = reachable_edges([segment.loss], segment)
+            if segment.roots:
+                found = reachable_edges([root for root, _ in segment.roots], segment)
+                loss = [*(loss or ()), *found]
         return {"edges": edges, "loss": loss}
 
     def backward(
@@ -136,8 +139,10 @@ class Backwards:
             )
         if not self.plan.record:
             raise UnsupportedError(
-                "backward() was called inside the step under automatic optimization. Return the "
-                "loss instead, or set self.automatic_optimization = False with microbatches=1."
+                "backward() was called on a tensor of the model inside the step, whose backward "
+                "the engine runs. In a LightningModule return the loss, or set "
+                "self.automatic_optimization = False with microbatches=1; in a function decorated "
+                "with smp.step call model.backward(loss)."
             )
         assert self.plan.around_backward is not None
         with self.context.outside_outer_mode():
@@ -148,15 +153,14 @@ class Backwards:
     def _backward_now(
         self, run: MicrobatchRun, tensor: Any, gradient: Any, retain_graph: bool
     ) -> None:
-        run.begin_backward(tensor)
+        run.begin_backward(tensor, gradient)
         point = f"backward() after call {len(run.entries) - 1} of microbatch {run.index}"
         reports = self.control.agree_at(point, self._reach(run))
         run.complete()
         program = run.program
         program.resolve_gradients(reports)
         program.gradient_messages = gradient_messages(program)
-        seed = run.seed_of(tensor, gradient)
-        self._backward_in_order(run, seed, retain_graph=retain_graph)
+        self._backward_in_order(run, retain_graph=retain_graph)
         run.end_backward()
         self.channels.finish()
 

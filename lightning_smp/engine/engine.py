@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from lightning_smp.engine.fiber import FiberPool
 from lightning_smp.engine.messages import segment_graph
 from lightning_smp.engine.plan import StepPlan
 from lightning_smp.engine.step import Step
+from lightning_smp.partitioning.costs import AtomCost
 from lightning_smp.placed.outer import outer_patches
 from lightning_smp.placed.runtime import Runtime
 from lightning_smp.placed.tensor import PlacedTensor
 from lightning_smp.program import EVERYWHERE, Program
-from lightning_smp.schedule import Schedule, make_schedule
+from lightning_smp.schedule import Schedule, SegmentGraph, fit_schedule, make_schedule
 
 __all__ = ["PipelineEngine", "StepPlan"]
 
@@ -32,13 +33,17 @@ class PipelineEngine:
         runtime: this rank's runtime.
         channels: tensors between the stages.
         control: small messages between the stages.
-        pipeline: "simple" or "interleaved".
-        active_microbatches: most microbatches in flight on a rank, None for stages + 2.
+        pipeline: the kind of schedule.
+        active_microbatches: most microbatches in flight on a rank, None for the default.
+        table: the order of training steps, for pipeline "file".
+        activation_limit: most bytes of activations on a rank, None for any.
+        costs: by index of the unit, what its backward costs and keeps.
     """
 
     def __init__(
         self, runtime: Runtime, channels: Channels, control: Control, *, pipeline: str,
-        active_microbatches: int | None,
+        active_microbatches: int | None, table: Schedule | None = None,
+        activation_limit: float | None = None, costs: Mapping[int, AtomCost] | None = None,
     ) -> None:  # fmt: skip
         self.runtime = runtime
         self.rank = runtime.rank
@@ -46,6 +51,9 @@ class PipelineEngine:
         self.control = control
         self.pipeline = pipeline
         self.active_microbatches = active_microbatches
+        self.table = table
+        self.activation_limit = activation_limit
+        self.costs = costs
         self.schedule: Schedule | None = None
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._always_recorded: set[Hashable] = set()
@@ -122,13 +130,24 @@ class PipelineEngine:
         key = (tuple(id(p) for p in programs), done, train)
         found = self._schedules.get(key)
         if found is None:
-            graphs = {id(p): segment_graph(p, self.runtime.num_ranks) for p in programs}
-            found = make_schedule(
-                [graphs[id(p)] for p in programs], self.pipeline,
-                active_microbatches=self.active_microbatches, forward_done=done,
-                forward_only=not train,
-            )  # fmt: skip
+            graphs = {id(p): segment_graph(p, self.runtime.num_ranks, self.costs) for p in programs}
+            found = self._new_schedule([graphs[id(p)] for p in programs], done, train)
             if len(self._schedules) > _MAX_PROGRAMS:
                 self._schedules.clear()
             self._schedules[key] = found
         return found
+
+    def _new_schedule(
+        self, graphs: list[SegmentGraph], done: frozenset[int], train: bool
+    ) -> Schedule:
+        active, memory = self.active_microbatches, self.activation_limit
+        if self.table is not None and train:
+            return fit_schedule(
+                self.table, graphs, active_microbatches=active, memory_limit=memory,
+                forward_done=done,
+            )  # fmt: skip
+        pipeline: Any = self.pipeline if self.table is None else "interleaved"
+        return make_schedule(
+            graphs, pipeline, active_microbatches=active, memory_limit=memory, forward_done=done,
+            forward_only=not train,
+        )  # fmt: skip

@@ -30,7 +30,7 @@ def final_parameters(
         program = programs[action.microbatch]
         by_segment, names = used[id(program)]
         outer |= names
-        if action.kind == "B":
+        if action.kind in "BW":
             for index in by_segment.get(program.segments[action.segment][1], ()):
                 for parameter in units[index].trainable():
                     last[parameter] = position

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+from lightning_smp.partitioning.costs import AtomCost
 from lightning_smp.program import EVERYWHERE, Edge, Program, SegmentNode
 from lightning_smp.schedule import Action, Segment, SegmentGraph
 from lightning_smp.schedule import Edge as GraphEdge
@@ -47,7 +49,7 @@ def inbound(
             for edge in program.forward_messages.get(node, ()):
                 if edge.target[0] == receiver:
                     yield ("f", action.microbatch, edge.index), edge
-        else:
+        elif action.kind != "W":
             for edge in program.gradient_messages.get(node, ()):
                 if edge.source[0] == receiver:
                     yield ("g", action.microbatch, edge.index), edge
@@ -58,23 +60,30 @@ def backward_order(program: Program) -> list[SegmentNode]:
     return [node for node in reversed(program.segments) if node in program.backward_segments]
 
 
-def segment_graph(program: Program, num_ranks: int) -> SegmentGraph:
-    """The program as the scheduler sees it."""
+def segment_graph(
+    program: Program, num_ranks: int, costs: Mapping[int, AtomCost] | None = None
+) -> SegmentGraph:
+    """The program as the scheduler sees it.
+
+    Args:
+        program: a complete program.
+        num_ranks: number of stages.
+        costs: by index of the unit, for what an entry's cost does not say: how a unit's backward
+            compares with its forward, and what it keeps. Without them a backward counts twice.
+    """
     numbers = {node: number for number, node in enumerate(program.segments)}
-    costs = dict.fromkeys(program.segments, 0.0)
+    sums = {node: _Sums() for node in program.segments}
     current: dict[int, int] = {}
     for entry in program.entries:
         for rank in entry.new_segments:
             current[rank] = current.get(rank, 0) + 1
         if entry.home != EVERYWHERE:
-            costs[(entry.home, current.get(entry.home, 0))] += entry.cost
+            unit = entry.key[0][1] if isinstance(entry.key[0], tuple) else -1
+            cost = (costs or {}).get(unit)
+            sums[entry.home, current.get(entry.home, 0)].add(entry.cost, cost)
+    senders = {program.edges[index].target for index in program.gradient_edges}
     segments = tuple(
-        Segment(
-            rank=node[0],
-            forward_cost=costs[node],
-            backward_cost=2 * costs[node] if node in program.backward_segments else 0.0,
-            has_backward=node in program.backward_segments,
-        )
+        sums[node].segment(node[0], node in program.backward_segments, node in senders)
         for node in program.segments
     )
     pairs: dict[tuple[int, int], bool] = {}
@@ -91,3 +100,33 @@ def segment_graph(program: Program, num_ranks: int) -> SegmentGraph:
         for (source, target), flag in sorted(pairs.items())
     )
     return SegmentGraph(num_ranks=num_ranks, segments=segments, edges=edges)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What the units of one segment cost together."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weight: float = 0.0
+    memory: float = 0.0
+
+    def add(self, forward: float, cost: AtomCost | None) -> None:
+        """Adds one call of a unit."""
+        self.forward += forward
+        if cost is None or not cost.forward_s:
+            self.backward += 2 * forward
+            self.weight += forward
+            return
+        # The inputs' gradients cost about a forward; what is beyond that makes the weights'.
+        backward = forward * cost.backward_s / cost.forward_s
+        self.backward += backward
+        self.weight += max(0.0, backward - forward)
+        self.memory += cost.saved_bytes / max(1, cost.calls)
+
+    def segment(self, rank: int, has_backward: bool, sends_gradients: bool) -> Segment:
+        """The segment of these units."""
+        if not has_backward:
+            return Segment(rank, self.forward, 0.0, has_backward=False)
+        weight = self.weight if sends_gradients else self.backward
+        return Segment(rank, self.forward, self.backward, True, weight, self.memory)

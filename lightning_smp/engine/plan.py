@@ -26,6 +26,9 @@ class StepPlan:
         record: record every microbatch, call by call.
         around_backward: runs a backward that the step itself asked for.
         on_final: called with parameters of units that no more gradient will come to.
+        roots: for a step that notes itself what its backward starts from: on a single stage, where
+            it puts the gradient edges of a microbatch and their gradients.
+        keeps_graphs: on a single stage, results keep their graphs.
     """
 
     name: str
@@ -33,7 +36,9 @@ class StepPlan:
     specs: Sequence[Hashable]
     seed: tuple[int, ...]
     loss_of: Callable[[Any], Any] | None = None
-    loss_seed: Callable[[int, Any], torch.Tensor] | None = None
+    loss_seed: Callable[[int, Any], torch.Tensor | None] | None = None
     record: bool = False
     around_backward: Callable[[Callable[[], None]], None] | None = None
     on_final: Callable[[list[nn.Parameter]], None] | None = None
+    roots: list[tuple[Any, torch.Tensor]] | None = None
+    keeps_graphs: bool = False

@@ -20,7 +20,7 @@ from lightning_smp.engine.finality import final_parameters
 from lightning_smp.engine.messages import inbound
 from lightning_smp.errors import CommunicationError
 from lightning_smp.placed.outer import OuterMode
-from lightning_smp.placed.random import DrawState
+from lightning_smp.placed.random import digest_draws
 from lightning_smp.placed.run import MicrobatchRun
 from lightning_smp.placed.runtime import StepContext
 from lightning_smp.placed.state import AttributeSwap, AttributeWatch
@@ -62,12 +62,14 @@ class Step(Backwards):
             self.runs.append(MicrobatchRun(self.context, m, program))
         for m in recorded:
             self._record(m)
+        self.train |= any(self.runs[m].losses for m in recorded)
         self._resolve(recorded)
         self._learn(recorded)
         for m, run in enumerate(self.runs):
             if m not in recorded:
                 run.follow(engine._programs[plan.specs[m]])
         self.programs = [run.program for run in self.runs]
+        self.train |= any(program.losses for program in self.programs)
         self._follow_schedule(frozenset(recorded))
         self._finish_deviated()
         self._release_adopted()
@@ -146,7 +148,7 @@ class Step(Backwards):
         self.channels.drain()
         mine = [
             sorted((m, *what) for m, what in self.deviations.items()),
-            DrawState(self.runtime.device).digest(),
+            digest_draws(self.runtime.device),
         ]
         reports = self.control.agree_at("the end of the step", mine)
         if any(report[0] != reports[0][0] for report in reports):
@@ -164,11 +166,12 @@ class Step(Backwards):
             if not self.finished[m]:
                 self._resume(m)
         left = sorted(self.deviations)
+        self.train |= any(self.runs[m].losses for m in left)
         self._resolve(left)
         for m in left:
             self.engine._programs.pop(self.plan.specs[m], None)
             if self.train:
-                self._backward_in_order(self.runs[m], self._loss_seed(m))
+                self._backward_in_order(self.runs[m])
 
     def _release_adopted(self) -> None:
         """Buffers that the step wrote on one rank get their numbers on all."""
@@ -192,10 +195,13 @@ class Step(Backwards):
                 self.results[m] = self.plan.bodies[m]()
         finally:
             restore()
-        loss = None if self.plan.loss_of is None else self.plan.loss_of(self.results[m])
-        if run.following and not run.ends_as_recorded(loss):
+        if self.plan.loss_of is not None:
+            assert self.plan.loss_seed is not None
+            loss = self.plan.loss_of(self.results[m])
+            if isinstance(loss, PlacedTensor):
+                run.add_loss(loss, self.plan.loss_seed(m, self.results[m]))
+        if run.following and not run.ends_as_recorded():
             run.leave_program(("the end of the step",))
-        run.note_loss(loss)
         self.finished[m] = True  # not before: where it left its program it must go on first
 
     def _record(self, m: int) -> None:
@@ -257,6 +263,8 @@ class Step(Backwards):
 
     def _send_empty(self, action: Action, skip: frozenset[int] | set[int] = frozenset()) -> None:
         """Keeps a deviated microbatch's promises of one action with messages without meaning."""
+        if action.kind == "W":
+            return  # sends nothing
         program = self.programs[action.microbatch]
         node = program.segments[action.segment]
         table = program.forward_messages if action.kind == "F" else program.gradient_messages
@@ -272,8 +280,11 @@ class Step(Backwards):
         if m in self.deviations:
             self._send_empty(action)
             return
-        node = self.programs[m].segments[action.segment]
-        self._run_backward(self.runs[m], node[1], self._loss_seed(m), retain_graph=False)
+        _, ordinal = self.programs[m].segments[action.segment]
+        if action.kind == "W":
+            self._run_later_part(self.runs[m], ordinal)
+        else:
+            self._run_backward(self.runs[m], ordinal, split=action.kind == "I")
 
 
 def _equal(one: Program, other: Program) -> bool:

@@ -14,6 +14,8 @@ import torch
 from torch.autograd import backward as torch_backward
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lightning_smp.placed.splitting import LaterPart, backward_of_inputs
+
 __all__ = ["Segment", "arrive", "reachable_edges"]
 
 
@@ -51,42 +53,56 @@ class Segment:
         entered: edges whose values entered.
         left: edge -> where its gradient must be put in.
         gradients: edge -> gradient of a value that entered, after the backward.
-        loss: the loss, if it was made here.
+        roots: where the backward starts, with its gradients: losses that were made here.
     """
 
-    __slots__ = ("anchor", "entered", "gradients", "left", "loss")
+    __slots__ = ("anchor", "entered", "gradients", "left", "roots")
 
     def __init__(self) -> None:
         self.anchor = torch.empty((), requires_grad=True)
         self.entered: list[int] = []
         self.left: dict[int, GradientEdge] = {}
         self.gradients: dict[int, torch.Tensor] = {}
-        self.loss: torch.Tensor | None = None
+        self.roots: list[tuple[GradientEdge | torch.Tensor, torch.Tensor]] = []
 
     def leave(self, edge: int, tensor: torch.Tensor) -> None:
         """Notes that a value leaves; it may be freed afterwards."""
         if tensor.requires_grad:
             self.left[edge] = get_gradient_edge(tensor)
 
-    def backward(
-        self, seeds: dict[int, torch.Tensor], loss_seed: torch.Tensor | None, *,
-        retain_graph: bool = False,
-    ) -> None:  # fmt: skip
+    def add_root(self, loss: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Notes a loss that was made here; what is done to it afterwards does not matter."""
+        # Without a graph the tensor itself: torch's own error follows in the backward.
+        root = get_gradient_edge(loss) if loss.requires_grad else loss
+        self.roots.append((root, gradient))
+
+    def backward(self, seeds: dict[int, torch.Tensor], *, retain_graph: bool = False) -> None:
         """Runs the segment's backward.
 
         Args:
             seeds: edge -> gradient of a value that left.
-            loss_seed: gradient of the loss, if it was made here.
             retain_graph: as in torch.
         """
-        roots: list[Any] = [self.left[edge] for edge in seeds]
-        gradients = list(seeds.values())
-        if loss_seed is not None and self.loss is not None:
-            roots.append(self.loss)
-            gradients.append(loss_seed)
-        self.gradients = {}
+        roots, gradients = self._start(seeds)
         if roots:
             torch_backward(roots, gradients, retain_graph=retain_graph)
+
+    def backward_of_inputs(self, seeds: dict[int, torch.Tensor]) -> LaterPart:
+        """Runs the part of the backward that makes ``gradients``; returns the rest.
+
+        Args:
+            seeds: edge -> gradient of a value that left.
+        """
+        return backward_of_inputs(*self._start(seeds), self.anchor)
+
+    def _start(self, seeds: dict[int, torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
+        """Where the backward starts, and with what."""
+        self.gradients = {}
+        roots: list[Any] = [self.left[edge] for edge in seeds]
+        gradients = list(seeds.values())
+        roots += [root for root, _ in self.roots]
+        gradients += [gradient for _, gradient in self.roots]
+        return roots, gradients
 
 
 def arrive(payload: torch.Tensor, segment: Segment, edge: int) -> torch.Tensor:

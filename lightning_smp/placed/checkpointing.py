@@ -58,6 +58,9 @@ def checkpoint_generator(
 class Replay:
     """Runs a region of outer code again on one rank, without talking to the others."""
 
+    following = False
+    """It has its own list of calls, not a program."""
+
     def __init__(
         self,
         run: MicrobatchRun,

@@ -8,7 +8,7 @@ import torch
 
 from lightning_smp.placed.moving import Moving
 from lightning_smp.placed.operands import Operands
-from lightning_smp.placed.random import DrawState, isolated_draws, mix_seed
+from lightning_smp.placed.random import digest_draws, isolated_draws, mix_seed
 from lightning_smp.placed.structure import map_tensors
 from lightning_smp.placed.tensor import PlacedTensor
 from lightning_smp.placed.units import UnitEntry
@@ -47,9 +47,9 @@ class Executing(Moving):
         if seed is None:
             if self.following:
                 return target(*args, **kwargs)
-            before = DrawState(self.context.device)
+            before = digest_draws(self.context.device)
             result = target(*args, **kwargs)
-            self.drew = before.digest() != DrawState(self.context.device).digest()
+            self.drew = before != digest_draws(self.context.device)
             return result
         watched = not self.following or target.draws_python
         with isolated_draws(seed, self.context.device, guard_python=watched) as draws:

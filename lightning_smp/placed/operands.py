@@ -25,7 +25,6 @@ __all__ = ["Operands", "fits", "scan"]
 _PLAIN = (int, str, bytes, type(None), torch.dtype, torch.Size, torch.layout,
           torch.memory_format, complex, type(Ellipsis))  # fmt: skip
 _AS_THEY_ARE = frozenset(_PLAIN) - {str}
-_UNSEEN = object()
 
 
 class Operands:
@@ -158,16 +157,18 @@ def fits(run: MicrobatchRun, args: Iterable[Any], keys: Sequence[Any]) -> bool:
             value = obj._value
             if value.run is not run or value.key != key:
                 return False
-        elif kind in _AS_THEY_ARE or kind is str:
-            if obj != key:
+        elif obj is None or kind in _AS_THEY_ARE or kind is str:
+            if obj is not key and obj != key:
                 return False
-        elif not _fits_other(run, obj, key):
+        elif not _fits_other(run, kind, obj, key):
             return False
     return True
 
 
-def _fits_other(run: MicrobatchRun, obj: Any, key: Any) -> bool:
-    kind = type(obj)
+def _fits_other(run: MicrobatchRun, kind: type, obj: Any, key: Any) -> bool:
+    known = run.opaque.get(id(obj))
+    if known is not None:
+        return bool(known == key)
     if kind is bool:
         return bool(key == ("b", obj))
     if kind is float:
@@ -175,17 +176,18 @@ def _fits_other(run: MicrobatchRun, obj: Any, key: Any) -> bool:
     if kind is tuple or kind is list:
         is_like = type(key) is tuple and len(key) == len(obj) + 1 and key[0] == kind.__name__
         return is_like and fits(run, obj, key[1:])
-    if isinstance(obj, torch.Tensor):
-        return _fits_plain(run, obj, key)
-    return bool(run.opaque.get(id(obj), _UNSEEN) == key)
+    return isinstance(obj, torch.Tensor) and _fits_plain(run, obj, key)
 
 
 def _fits_plain(run: MicrobatchRun, tensor: torch.Tensor, key: Any) -> bool:
     if type(key) is not tuple or len(key) != 4 or id(tensor) in run.context.table.held:
         return False
-    run.context.check_plain(tensor, run)
-    known = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-    return bool(key[0] == "t" and key[1:] == known)
+    with torch._C.DisableTorchFunction():
+        if key[0] != "t" or tensor.shape != key[1] or tensor.dtype is not key[2]:
+            return False
+        if tensor.is_meta or tensor.requires_grad:
+            return False  # rare: `scan` looks closer
+        return key[3] is False
 
 
 def _inherited(operands: Operands, tensor: PlacedTensor) -> Value:

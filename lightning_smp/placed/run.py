@@ -8,6 +8,7 @@ as the program says, with no message about messages.
 
 from __future__ import annotations
 
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -23,13 +24,16 @@ from lightning_smp.placed.functions import (
 )
 from lightning_smp.placed.operands import Operands, fits, scan
 from lightning_smp.placed.outcome import describe, outcome_from_plain, outcome_to_plain
-from lightning_smp.placed.random import DrawState
+from lightning_smp.placed.random import digest_draws
 from lightning_smp.placed.results import Results
 from lightning_smp.placed.tensor import PlacedTensor
 from lightning_smp.placed.units import UnitEntry
 from lightning_smp.program import EVERYWHERE, Entry, Outcome, Program, SegmentTracker
 
 __all__ = ["MicrobatchRun"]
+
+_UNHELD = 2
+"""References to an object that only a local variable and the count's own argument hold."""
 
 
 class MicrobatchRun(Results):
@@ -43,8 +47,10 @@ class MicrobatchRun(Results):
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call of outer code: a torch function or a unit."""
-        if self.following and self._is_elsewhere(target, args, kwargs):
-            return self._stand_in(target)
+        if self.following and type(target) is not UnitEntry:
+            stand_in = self.skip(target, target, args, kwargs)
+            if stand_in is not None:
+                return stand_in
         operands = Operands(self)
         key = (
             target.token_in(self.context.tokens) if type(target) is UnitEntry else target,
@@ -63,33 +69,52 @@ class MicrobatchRun(Results):
         self.position += 1
         return self._record(key, target, args, kwargs, operands)
 
-    def _is_elsewhere(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the call is the program's next one and gives one tensor of another rank.
+    def skip(
+        self, target: Any, token: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PlacedTensor | None:
+        """The result of a call that another rank runs, if that is all there is to do here.
 
-        Most calls are, where a rank owns few of the units.
+        That is so where the call is the program's next one, moves nothing and gives one tensor, as
+        most calls do where a rank owns few of the units.
         """
-        if self.position >= len(self.entries) or self.region is not None:
-            return False
-        entry = self.entries[self.position]
-        if not entry.makes_one or entry.home == self.rank:
-            return False
-        mine = target.token_in(self.context.tokens) if type(target) is UnitEntry else target
-        if entry.key[0] != mine or entry.key[1] != self._mode_flags():
-            return False
-        given = (*args, *kwargs.values()) if kwargs else args
-        if tuple(kwargs) != entry.names or len(given) != len(entry.operand_keys):
-            return False
-        return fits(self, given, entry.operand_keys)
-
-    def _stand_in(self, target: Any) -> PlacedTensor:
-        """The result of the program's next call, which another rank runs."""
         position = self.position
+        if position >= len(self.entries) or self.region is not None:
+            return None
         entry = self.entries[position]
-        self.position += 1
-        if type(target) is UnitEntry:
+        if not entry.makes_one or entry.home == self.rank:
+            return None
+        called = entry.key
+        if (called[0] is not token and called[0] != token) or called[1] != self._mode_flags():
+            return None
+        if kwargs:
+            if tuple(kwargs) != entry.names:
+                return None
+            args = (*args, *kwargs.values())
+        if len(args) != len(entry.operand_keys) or not fits(self, args, entry.operand_keys):
+            return None
+        self.position = position + 1
+        if target is not token:  # a unit
             self._count(target)
-        spec = entry.outcome.leaves[0].spec
-        return self._placeholder(spec, self._new_value(entry.home, position))
+        return self._stand_in(entry, position)
+
+    def _stand_in(self, entry: Entry, position: int) -> PlacedTensor:
+        """A placeholder: one of an earlier microbatch that nobody holds any more, or a new one."""
+        spare = entry.spare
+        if spare:
+            tensor: PlacedTensor = spare.popleft()
+            if getrefcount(tensor) == _UNHELD and len(tensor.__dict__) == 1:
+                value = tensor._value
+                if not value.holders and value.group.version == 0 and value.group.size == 1:
+                    value.run = self  # all else is as in every microbatch that follows
+                    assert value.index == self.num_values
+                    self.num_values += 1
+                    spare.append(tensor)
+                    return tensor
+        tensor = self._placeholder(
+            entry.outcome.leaves[0].spec, self._new_value(entry.home, position)
+        )
+        spare.append(tensor)
+        return tensor
 
     def _mode_flags(self) -> int:
         flags = torch.is_grad_enabled()
@@ -216,54 +241,57 @@ class MicrobatchRun(Results):
     def note_boundary(self) -> None:
         """A segment begins somewhere; draws of outer code after this would lose their order."""
         if self.boundary_draws is None:
-            self.boundary_draws = DrawState(self.context.device).digest()
+            self.boundary_draws = digest_draws(self.context.device)
 
     def draws_late(self) -> bool:
         """Whether outer code drew random numbers after the first boundary of segments."""
-        return self.boundary_draws not in (None, DrawState(self.context.device).digest())
+        return self.boundary_draws not in (None, digest_draws(self.context.device))
 
-    def ends_as_recorded(self, loss: Any) -> bool:
-        """Whether the step made all calls of its program and returned the loss that it did."""
-        index = loss._value.index if isinstance(loss, PlacedTensor) else None
-        return self.position == len(self.entries) and index == self.program.loss_value
+    def ends_as_recorded(self) -> bool:
+        """Whether the step made all calls of its program and has the losses that it had."""
+        losses = tuple(loss for loss, _ in self.losses)
+        return self.position == len(self.entries) and losses == self.program.losses
 
-    def note_loss(self, loss: Any) -> None:
-        """Marks the value that the backward starts from."""
-        self.program_loss = self.loss_value = None
-        if not isinstance(loss, PlacedTensor):
-            return
+    def add_loss(self, loss: PlacedTensor, gradient: torch.Tensor | None) -> None:
+        """Marks a value that the backward starts from.
+
+        Args:
+            loss: the value as it is now; what is done to it later does not matter.
+            gradient: its gradient, on its home.
+        """
         value = loss._value
-        self.loss_value = value.index
         home = max(value.home, 0)
         ordinal = value.segments[home]
-        self.program_loss = (home, ordinal)
+        self.losses.append(((value.index, value.produced), (home, ordinal)))
         if home == self.rank:
-            self.segments[ordinal].loss = value.local
+            assert value.local is not None
+            assert gradient is not None
+            self.segments[ordinal].add_root(value.local, gradient)
 
     def complete(self) -> None:
         """Makes the recorded calls into a program."""
         program = self.program
         program.entries, program.edges = self.entries, self.edges
         program.segments = self.tracker.order()
-        program.loss_segment = self.program_loss
-        program.loss_value = self.loss_value
+        program.losses = tuple(loss for loss, _ in self.losses)
+        program.loss_segments = tuple(sorted({node for _, node in self.losses}))
         program.copied_edges = frozenset(
             index for index, group, version in self.sent_versions if group.version != version
         )
         program.seal()
 
-    def begin_backward(self, loss: PlacedTensor) -> None:
+    def begin_backward(self, loss: PlacedTensor, gradient: Any) -> None:
         """A backward inside the step begins."""
         if self.following:
             raise UnsupportedError("backward() inside a step that follows a recorded program")
-        self.note_loss(loss)
+        self.add_loss(loss, self.seed_of(loss, gradient))
 
     def end_backward(self) -> None:
         """What follows a backward inside the step belongs to new segments."""
         for rank in range(self.num_ranks):
             self.tracker.advance(rank)
         self._enter_segment()
-        self.program_loss = None
+        self.losses.clear()
 
     def seed_of(self, loss: PlacedTensor, gradient: Any) -> torch.Tensor | None:
         """The gradient that a backward starts with, on the loss's home."""

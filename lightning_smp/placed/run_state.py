@@ -11,7 +11,7 @@ from lightning_smp.placed.autograd import Segment
 from lightning_smp.placed.functions import function_name, read_everywhere
 from lightning_smp.placed.tensor import PlacedTensor, Value, adopt
 from lightning_smp.placed.units import UnitEntry
-from lightning_smp.program import EVERYWHERE, Edge, Entry, Program, SegmentTracker
+from lightning_smp.program import EVERYWHERE, Edge, Entry, Program, SegmentNode, SegmentTracker
 
 if TYPE_CHECKING:
     from lightning_smp.placed.runtime import StepContext
@@ -50,8 +50,7 @@ class RunState:
         self.drew = False
         self.boundary_draws: int | None = None
         self.sent: set[int] = set()
-        self.program_loss: tuple[int, int] | None = None
-        self.loss_value: int | None = None
+        self.losses: list[tuple[tuple[int, int], SegmentNode]] = []
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call of outer code."""

@@ -73,12 +73,10 @@ class UnitEntry:
     @property
     def token(self) -> tuple[Any, ...]:
         """Identifies the unit and everything in its state that can change a result's spec."""
-        state = 0
-        for parameter in self._parameters:
-            state = state * 2 + parameter.requires_grad
-        for _, inner in self._inner:
-            state = state * 2 + inner.training
-        return ("unit", self.index, state)
+        with torch._C.DisableTorchFunction():  # an outer mode would see each question
+            flags = [parameter.requires_grad for parameter in self._parameters]
+        flags += [inner.training for _, inner in self._inner]
+        return ("unit", self.index, int.from_bytes(bytes(flags), "big"))
 
     def token_in(self, known: dict[int, tuple[Any, ...]]) -> tuple[Any, ...]:
         """The token, found once in a step.
@@ -99,6 +97,10 @@ class UnitEntry:
         run = self.runtime.active_run()
         if run is None or run.in_unit is not None:
             return self._call_directly(args, kwargs, run)
+        if run.following:
+            stand_in = run.skip(self, self.token_in(run.context.tokens), args, kwargs)
+            if stand_in is not None:
+                return stand_in
         with run.context.outside_outer_mode():
             return run.call(self, args, kwargs)
 

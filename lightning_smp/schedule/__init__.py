@@ -9,6 +9,7 @@ from lightning_smp.schedule.graph import Edge, Segment, SegmentGraph
 from lightning_smp.schedule.messages import Channel, Message, list_channels
 from lightning_smp.schedule.scheduler import PipelineKind, make_schedule
 from lightning_smp.schedule.simulate import Span, Timeline, simulate
+from lightning_smp.schedule.table import fit_schedule, read_schedule, write_schedule
 from lightning_smp.schedule.validate import validate
 
 __all__ = [
@@ -25,8 +26,11 @@ __all__ = [
     "Timeline",
     "draw",
     "draw_svg",
+    "fit_schedule",
     "list_channels",
     "make_schedule",
+    "read_schedule",
     "simulate",
     "validate",
+    "write_schedule",
 ]

@@ -1,27 +1,34 @@
 """Actions and schedules: what each rank executes, in order, as plain data with a text form.
 
-One action is the forward or the backward of one segment of one microbatch. Nothing here knows
-about time, dependencies or communication.
+One action is the forward of one segment of one microbatch, its backward, or one of the two parts
+that a backward may be split into. Nothing here knows about time, dependencies or communication.
 """
 
 import re
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal, NamedTuple, cast
 
 from lightning_smp.errors import ScheduleError
 
 __all__ = ["Action", "ActionKind", "Schedule", "format_grid"]
 
-ActionKind = Literal["F", "B"]
+ActionKind = Literal["F", "B", "I", "W"]
 
-_ACTION = re.compile(r"([FB])(\d+)\.(\d+)", re.ASCII)
-_ROW = re.compile(r"rank (\d+):(.*)", re.ASCII)
+_ACTION = re.compile(r"([FBIW])(\d+)\.(\d+)", re.ASCII)
+_ROW = re.compile(r"\s*rank\s+(\d+)\s*:(.*)", re.ASCII)
+_WORD = re.compile(r"\S+")
 _HEADER = "schedule "
+_COMMENT = "#"
+_IDLE = frozenset({".", "|"})
 _GRID_STEPS = 12
 
 
 class Action(NamedTuple):
-    """The forward (``F``) or backward (``B``) of one segment of one microbatch.
+    """One kind of work on one segment of one microbatch.
+
+    ``F`` is the forward and ``B`` the whole backward. A backward may be split into ``I``, which
+    makes the gradients of what entered the segment, and ``W``, which makes those of its parameters.
 
     >>> str(Action("F", microbatch=3, segment=1))
     'F3.1'
@@ -45,8 +52,8 @@ class Action(NamedTuple):
         match = _ACTION.fullmatch(text)
         if match is None:
             raise ScheduleError(
-                f"{text!r} is not an action; write F or B, the microbatch, a dot and the segment, "
-                "as in F3.1."
+                f"{text!r} is not an action; write F, B, I or W, the microbatch, a dot and the "
+                "segment, as in F3.1."
             )
         return cls(cast("ActionKind", match[1]), int(match[2]), int(match[3]))
 
@@ -69,42 +76,64 @@ class Schedule:
         return len(self.ranks)
 
     def to_text(self) -> str:
-        """Write the schedule, a header and one row per rank.
+        """Write the schedule as a table: a header, then one row per rank and one column per step.
 
         >>> print(Schedule(((Action("F", 0, 0),), ()), name="tiny").to_text())
         schedule tiny
         rank 0: F0.0
         rank 1:
         """
+        columns = list(zip_longest(*self.ranks))
+        widths = [max(len(str(action)) for action in column if action) for column in columns]
         rows = [
-            f"rank {rank}: {' '.join(map(str, actions))}".rstrip()
-            for rank, actions in enumerate(self.ranks)
+            f"rank {rank}: {' '.join(str(a).ljust(w) for a, w in zip(row, widths, strict=False))}"
+            for rank, row in enumerate(self.ranks)
         ]
-        return "\n".join([f"{_HEADER}{' '.join(self.name.split())}".rstrip(), *rows])
+        header = f"{_HEADER}{' '.join(self.name.split())}"
+        return "\n".join(line.rstrip() for line in [header, *rows])
 
     @classmethod
     def from_text(cls, text: str) -> "Schedule":
-        """Read what :meth:`to_text` wrote.
+        """Read what :meth:`to_text` wrote, or a person.
+
+        Empty lines and lines that begin with ``#`` mean nothing, nor do single dots and bars
+        between the actions: they may stand for idle time and for columns.
 
         Raises:
             ScheduleError: If the header, a row or an action cannot be read, or the rows are not
-                numbered 0, 1, 2, and so on.
+                numbered 0, 1, 2, and so on. The message shows the line and points at the place.
         """
-        header, *rows = text.strip().splitlines() or [""]
+        lines = [
+            (number, line.rstrip())
+            for number, line in enumerate(text.splitlines(), 1)
+            if line.strip() and not line.lstrip().startswith(_COMMENT)
+        ]
+        number, header = lines[0] if lines else (1, "")
         if not f"{header} ".startswith(_HEADER):
-            raise ScheduleError(f"A schedule begins with 'schedule <name>', not with {header!r}.")
-        ranks = tuple(_parse_row(row, rank) for rank, row in enumerate(rows))
+            raise ScheduleError(
+                f"Line {number}: a schedule begins with 'schedule <name>', not with {header!r}."
+            )
+        ranks = tuple(_parse_row(*line, rank) for rank, line in enumerate(lines[1:]))
         return cls(ranks, name=header[len(_HEADER) :].strip())
 
 
-def _parse_row(row: str, rank: int) -> tuple[Action, ...]:
-    match = _ROW.fullmatch(row.strip())
+def _parse_row(number: int, row: str, rank: int) -> tuple[Action, ...]:
+    match = _ROW.fullmatch(row)
     if match is None or int(match[1]) != rank:
         raise ScheduleError(
-            f"Row {rank} of the schedule is {row!r}; it must read 'rank {rank}: F0.0 ...' "
-            "(one row per rank, in order)."
+            f"Line {number}: Row {rank} of the schedule is {row!r}; it must read "
+            f"'rank {rank}: F0.0 ...' (one row per rank, in order)."
         )
-    return tuple(Action.from_text(word) for word in match[2].split())
+    actions = []
+    for word in _WORD.finditer(row, match.start(2)):
+        if word[0] in _IDLE:
+            continue
+        try:
+            actions.append(Action.from_text(word[0]))
+        except ScheduleError as error:
+            pointer = " " * word.start() + "^" * len(word[0])
+            raise ScheduleError(f"Line {number}: {error}\n{row}\n{pointer}") from None
+    return tuple(actions)
 
 
 def format_grid(schedule: Schedule, *, marks: dict[int, int]) -> str:

@@ -11,15 +11,16 @@ __all__ = ["draw", "draw_svg"]
 _SVG_WIDTH = 960
 _SVG_ROW = 26
 _SVG_MARGIN = 60
-_FILL = {"F": ">", "B": "<"}
-_COLORS = {"F": "#9ecae1", "B": "#fdae6b"}
+_FILL = {"F": ">", "B": "<", "I": "<", "W": "="}
+_COLORS = {"F": "#9ecae1", "B": "#fdae6b", "I": "#fdd0a2", "W": "#a1d99b"}
 
 
 def draw(timeline: Timeline, *, max_width: int = 120) -> str:
     """Draw the timeline as text, time going right, one row per rank.
 
-    An action begins with its name (``F`` or ``B``, the microbatch, and where a rank has several
-    segments a dot and the segment) and is filled up with ``>`` or ``<``; dots are idle time.
+    An action begins with its name (its kind, the microbatch, and where a rank has several segments
+    a dot and the segment) and is filled up with ``>`` (F), ``<`` (B and I) or ``=`` (W); dots are
+    idle time.
 
     Args:
         timeline: What to draw.

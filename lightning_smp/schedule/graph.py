@@ -22,12 +22,22 @@ class Segment:
         forward_cost: Duration of the forward, in any unit shared by the whole graph.
         backward_cost: Duration of the backward, same unit.
         has_backward: Whether the segment has a backward at all (a cost of 0.0 does not say so).
+        weight_cost: The part of ``backward_cost`` that only makes gradients of parameters and may
+            be done later; 0.0 where the backward cannot be split.
+        memory: What the forward keeps for the backward, in any unit shared by the whole graph.
     """
 
     rank: int
     forward_cost: float
     backward_cost: float
     has_backward: bool
+    weight_cost: float = 0.0
+    memory: float = 0.0
+
+    @property
+    def can_split(self) -> bool:
+        """Whether the backward has a part that may be done later."""
+        return self.has_backward and self.weight_cost > 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +105,21 @@ def _segment_problems(graph: SegmentGraph, index: int, segment: Segment) -> Iter
             f"segment {index} is on rank {segment.rank}, but ranks go from 0 to "
             f"{graph.num_ranks - 1}; raise num_ranks or move the segment."
         )
-    for name in ("forward_cost", "backward_cost"):
+    for name in ("forward_cost", "backward_cost", "weight_cost", "memory"):
         cost = getattr(segment, name)
         if not _is_duration(cost):
-            yield f"segment {index} has {name}={cost}; a cost is finite and not negative."
+            yield f"segment {index} has {name}={cost}; it must be finite and not negative."
+    if segment.weight_cost > segment.backward_cost:
+        yield (
+            f"segment {index} has weight_cost={segment.weight_cost}, which is a part of "
+            f"backward_cost={segment.backward_cost} and cannot exceed it."
+        )
 
 
 def _edge_problems(graph: SegmentGraph, index: int, edge: Edge) -> Iterator[str]:
     what = f"edge {index} ({edge.source}->{edge.target})"
     if not _is_duration(edge.cost):
-        yield f"{what} has cost={edge.cost}; a cost is finite and not negative."
+        yield f"{what} has cost={edge.cost}; it must be finite and not negative."
     if not 0 <= edge.source < edge.target < len(graph.segments):
         yield (
             f"{what} must go from an earlier to a later of the {len(graph.segments)} segments; "

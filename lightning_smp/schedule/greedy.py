@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from lightning_smp.schedule.work import Need, Work
+from lightning_smp.schedule.work import BACKWARD, FORWARD, KINDS, WEIGHT, Need, Work
 
 __all__ = ["Policy", "list_schedule"]
 
@@ -30,7 +30,7 @@ class Policy:
         limits: For each rank, the most microbatches open on it.
         priority: For each action name, its priority among actions of its kind; smaller goes first.
         forwards_first: Whether a rank starts backwards only after its last forward; otherwise a
-            ready backward goes before any forward.
+            ready backward goes before any forward. The second part of a split backward goes last.
     """
 
     active: int
@@ -71,6 +71,7 @@ class _ListScheduler:
         self.ready_backwards: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in ranks]
         self.ready_forwards: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in ranks]
         self.ready_openings: list[set[int]] = [set() for _ in ranks]
+        self.ready_weights: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in ranks]
         self.gate = _Gate(work, policy)
         self.forwards_left = [0 for _ in ranks]
         self.missing = [0] * len(work.actions)
@@ -80,7 +81,7 @@ class _ListScheduler:
             self.missing[name] = len(work.needs[name])
             for need, delay in work.needs[name]:
                 self.feeds[need].append((name, delay))
-            if not name % 2:
+            if name % KINDS == FORWARD:
                 self.forwards_left[work.ranks[name]] += 1
 
     def run(self) -> list[list[int]]:
@@ -123,8 +124,10 @@ class _ListScheduler:
     def _make_ready(self, name: int) -> set[int]:
         rank = self.work.ranks[name]
         entry = (self.policy.priority[name], name)
-        if name % 2:
+        if name % KINDS == BACKWARD:
             heappush(self.ready_backwards[rank], entry)
+        elif name % KINDS == WEIGHT:
+            heappush(self.ready_weights[rank], entry)
         elif self.gate.is_opening(name):
             self.ready_openings[rank].add(name)
         else:
@@ -141,7 +144,7 @@ class _ListScheduler:
         self.is_idle[rank] = False
         self.orders[rank].append(name)
         heappush(self.events, _Event(self.now + self.work.costs[name], name, True))
-        if name % 2:
+        if name % KINDS != FORWARD:
             return set()
         self.forwards_left[rank] -= 1
         return set(range(self.work.num_ranks)) if self.gate.open(name) else set()
@@ -150,6 +153,11 @@ class _ListScheduler:
         backwards = self.ready_backwards[rank]
         if backwards and not (self.policy.forwards_first and self.forwards_left[rank]):
             return heappop(backwards)[1]
+        forward = self._choose_forward(rank)
+        weights = self.ready_weights[rank]
+        return heappop(weights)[1] if forward is None and weights else forward
+
+    def _choose_forward(self, rank: int) -> int | None:
         forwards = self.ready_forwards[rank]
         opening = self.gate.next_opening(rank)
         if opening not in self.ready_openings[rank]:
@@ -172,7 +180,7 @@ class _Gate:
         has_forward = [False] * work.num_microbatches
         for name in work.todo:
             rank, microbatch = work.ranks[name], work.actions[name].microbatch
-            opened = self.left_on[rank][microbatch] > 0 or name % 2
+            opened = self.left_on[rank][microbatch] > 0 or name % KINDS != FORWARD
             if not opened:
                 self.openings[rank].append(name)
                 has_forward[microbatch] = True

@@ -16,7 +16,7 @@ __all__ = ["Channel", "Message", "list_channels"]
 
 
 class Message(NamedTuple):
-    """What one action sends to another over one edge: values (F) or gradients (B)."""
+    """What one action sends to another over one edge: values (F) or gradients (B or I)."""
 
     producer: Action
     consumer: Action
@@ -64,6 +64,11 @@ def list_channels(
             for message in _sent_by(graphs[action.microbatch], action):
                 consumer = message.consumer
                 receiver = graphs[consumer.microbatch].segments[consumer.segment].rank
+                if consumer.kind == "B" and consumer not in steps[receiver]:
+                    split = consumer._replace(kind="I")
+                    if split in steps[receiver]:
+                        message = message._replace(consumer=split)
+                        consumer = split
                 if message in seen or consumer not in steps[receiver]:
                     raise ScheduleError(_mismatch(schedule, message, sender, receiver, seen))
                 seen.add(message)
@@ -80,8 +85,8 @@ def _sent_by(graph: SegmentGraph, action: Action) -> Iterator[Message]:
             continue
         if action.kind == "F" and edge.source == action.segment:
             yield Message(action, action._replace(segment=edge.target), index)
-        elif action.kind == "B" and edge.target == action.segment and edge.has_gradient:
-            yield Message(action, action._replace(segment=edge.source), index)
+        elif action.kind in "BI" and edge.target == action.segment and edge.has_gradient:
+            yield Message(action, action._replace(kind="B", segment=edge.source), index)
 
 
 def _mismatch(

@@ -2,16 +2,17 @@
 
 Every order here is a merge, rank by rank, of a fixed list of forwards with a fixed list of
 backwards. Both lists follow one total order of the whole step (``waves``), so neither alone can
-deadlock; their merge can, on graphs it was not meant for, and must be played before use.
+deadlock; their merge can, on graphs it was not meant for, and must be played before use. The second
+parts of split backwards are woven into the merged order.
 """
 
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_smp.schedule.work import Work
+from lightning_smp.schedule.work import BACKWARD, FORWARD, KINDS, WEIGHT, Work
 
-__all__ = ["Waves", "merge_one_f_one_b", "one_after_the_other", "waves"]
+__all__ = ["Waves", "merge_one_f_one_b", "one_after_the_other", "waves", "weave_weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +24,47 @@ class Waves:
 
 
 def waves(work: Work, priority: Sequence[tuple[int, ...]]) -> Waves:
-    """Sort each rank's forwards and backwards by priority."""
+    """Sort each rank's forwards and backwards (whole, or their first parts) by priority."""
     forwards: list[list[int]] = [[] for _ in range(work.num_ranks)]
     backwards: list[list[int]] = [[] for _ in range(work.num_ranks)]
     for name in sorted(work.todo, key=priority.__getitem__):
-        (backwards if name % 2 else forwards)[work.ranks[name]].append(name)
+        if name % KINDS != WEIGHT:
+            lists = forwards if name % KINDS == FORWARD else backwards
+            lists[work.ranks[name]].append(name)
     return Waves(forwards, backwards)
 
 
 def one_after_the_other(lists: Waves) -> list[list[int]]:
     """Put each rank's backwards after all of its forwards (GPipe)."""
     return [f + b for f, b in zip(lists.forwards, lists.backwards, strict=True)]
+
+
+def weave_weights(
+    work: Work, orders: Sequence[Sequence[int]], delays: Sequence[int]
+) -> list[list[int]]:
+    """Put the second part of each split backward behind the first of a later one.
+
+    With a delay of ``rank`` on a chain this is ZB-H1 (Qi et al. 2023, arXiv 2401.10241, section
+    2.1): no rank keeps more alive than rank 0 does under 1F1B.
+
+    Args:
+        work: The step.
+        orders: The order of each rank without second parts.
+        delays: For each rank, how many first parts are executed before the first second part
+            follows the next one.
+    """
+    woven = []
+    for order, delay in zip(orders, delays, strict=True):
+        waiting: deque[int] = deque()
+        row = []
+        for name in order:
+            row.append(name)
+            if name % KINDS == BACKWARD and not work.is_last_use(name):
+                waiting.append(name - BACKWARD + WEIGHT)
+                if len(waiting) > delay:
+                    row.append(waiting.popleft())
+        woven.append(row + list(waiting))
+    return woven
 
 
 def merge_one_f_one_b(
@@ -82,11 +113,11 @@ class _RankMerge:
         self.microbatches = {name: work.actions[name].microbatch for name in forwards + backwards}
         self.forwards = deque(forwards)
         self.backwards = deque(backwards)
-        self.with_backward = {name - 1 for name in backwards}
+        self.with_backward = {name - BACKWARD for name in backwards}
         self.to_run = set(forwards)
         self.alive = self.with_backward - self.to_run
         self.left = Counter(self.microbatches.values())
-        self.open = {self.microbatches[name + 1] for name in self.alive}
+        self.open = {self.microbatches[name + BACKWARD] for name in self.alive}
 
     def can_forward(self, active: int) -> bool:
         """Tell whether the next forward belongs to an open microbatch or may open one."""
@@ -96,13 +127,13 @@ class _RankMerge:
 
     def can_backward(self) -> bool:
         """Tell whether the next backward's own forward was executed."""
-        return bool(self.backwards) and self.backwards[0] - 1 not in self.to_run
+        return bool(self.backwards) and self.backwards[0] - BACKWARD not in self.to_run
 
     def take(self, names: deque[int]) -> int:
         """Execute the next forward or backward."""
         name, microbatch = names[0], self.microbatches[names.popleft()]
-        if name % 2:
-            self.alive.discard(name - 1)
+        if name % KINDS == BACKWARD:
+            self.alive.discard(name - BACKWARD)
         else:
             self.to_run.discard(name)
             self.alive |= {name} & self.with_backward

@@ -5,34 +5,40 @@ alone knows neither costs nor graphs that are not loops. So both are candidates,
 the same simulation. Everything is deterministic: equal input gives an equal schedule on every rank.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from lightning_smp.errors import ScheduleError
 from lightning_smp.schedule.actions import Schedule
+from lightning_smp.schedule.candidates import (
+    Bounds,
+    Candidate,
+    interleaved,
+    simple,
+    zero_bubble,
+)
+from lightning_smp.schedule.fuse import fuse_parts
 from lightning_smp.schedule.graph import SegmentGraph
-from lightning_smp.schedule.greedy import Policy, list_schedule
-from lightning_smp.schedule.orders import merge_one_f_one_b, one_after_the_other, waves
 from lightning_smp.schedule.shape import (
     depth_limits,
+    loops,
     over_graphs,
-    rank_sequence,
-    saturation_limits,
-    visits,
-    wave_priority,
+    roomy_limits,
+    shortest_step,
     with_known_costs,
 )
-from lightning_smp.schedule.simulate import peak_live, play
-from lightning_smp.schedule.work import Work, build_work
+from lightning_smp.schedule.simulate import peaks, play
+from lightning_smp.schedule.work import FORWARD, KINDS, Work, build_work, every_split
 
 __all__ = ["PipelineKind", "make_schedule"]
 
-PipelineKind = Literal["simple", "interleaved"]
+PipelineKind = Literal["simple", "interleaved", "zero_bubble", "auto"]
 
 _SPARE_ACTIVE = 2  # microbatches beyond one per rank that may be open by default, as in SMP
-_SAME_MAKESPAN = 1e-9  # relative; sums of equal costs in another order are a tie
-
-_Candidate = tuple[str, list[list[int]]]
+_SAME = 1e-9  # relative; sums of equal costs in another order are a tie
+_SPLIT_GAIN = 0.01  # a step must get this much shorter for "auto" to execute twice as many actions
 
 
 def make_schedule(
@@ -40,6 +46,7 @@ def make_schedule(
     pipeline: PipelineKind,
     *,
     active_microbatches: int | None = None,
+    memory_limit: float | None = None,
     forward_done: Set[int] = frozenset(),
     forward_only: bool = False,
 ) -> Schedule:
@@ -47,114 +54,191 @@ def make_schedule(
 
     ``simple`` executes, on each rank, all forwards and then all backwards; it keeps every
     microbatch alive, whatever ``active_microbatches`` says. ``interleaved`` executes a backward
-    before any forward where it shortens the step, and is 1F1B on a chain of equal costs. Of two
-    orders with the same simulated makespan, the one with fewer live activations wins.
+    before any forward where it shortens the step; it is 1F1B on a chain of equal costs and
+    interleaved 1F1B on virtual stages. ``zero_bubble`` splits backwards and fills idle time with
+    the parts that nothing waits for. ``auto`` is the one with the shortest simulated step; a split
+    must gain 1 %. Of two orders with the same simulated step, the one that keeps fewer segments
+    alive wins.
 
     On each rank, microbatches begin in ascending order; at most ``active_microbatches`` are begun
     and not finished there, counting those of ``forward_done``. Where no cost is known (all are
-    zero), a backward counts as two forwards.
+    zero), a backward counts as two forwards, half of it for the parameters.
 
     Args:
         graphs: One segment graph per microbatch. Must be equal on all ranks, costs included.
         pipeline: Which kind of order.
-        active_microbatches: The limit, at least 1; None stands for the number of ranks plus 2.
+        active_microbatches: The limit, at least 1. None: the number of ranks plus 2, or twice the
+            number of ranks with virtual stages; and on chains and loops no more segments alive than
+            under the textbook order of virtual stages or of ``zero_bubble``.
+        memory_limit: Most memory that the segments alive on a rank may keep, in the unit of
+            :attr:`Segment.memory`; None for any.
         forward_done: Microbatches whose forward was already executed on all ranks: only their
             backwards are scheduled.
         forward_only: Whether to leave out all backwards.
 
     Raises:
-        ScheduleError: If an argument is out of range or the graphs do not fit together.
+        ScheduleError: If an argument is out of range, the graphs do not fit together, or every
+            order needs more memory than ``memory_limit``.
     """
-    if pipeline not in ("simple", "interleaved"):
-        raise ScheduleError(f"pipeline={pipeline!r}; choose 'simple' or 'interleaved'.")
-    if active_microbatches is not None and active_microbatches < 1:
-        raise ScheduleError(
-            f"active_microbatches={active_microbatches}; at least one microbatch must be active."
-        )
+    _check_request(pipeline, active_microbatches, memory_limit)
     graphs = with_known_costs(graphs)
-    work = build_work(graphs, forward_done=forward_done, forward_only=forward_only)
-    if pipeline == "simple":
-        return _best(work, _simple(work, graphs))
-    if active_microbatches is None:
-        active_microbatches = work.num_ranks + _SPARE_ACTIVE
-    return _best(work, _interleaved(work, graphs, active=active_microbatches))
+    done = forward_done
+    work = build_work(graphs, forward_done=done, forward_only=forward_only)
+    split = every_split(graphs) if pipeline in ("zero_bubble", "auto") and not forward_only else ()
+    parts = build_work(graphs, forward_done=done, split=frozenset(split)) if split else work
+    choice = _Choice(work, parts, graphs, active_microbatches, memory_limit)
+    best = choice.make(pipeline).candidate
+    schedule = best.work.decode(best.orders, name=best.name)
+    if best.work is work:
+        return schedule
+    return fuse_parts(graphs, schedule, forward_done=forward_done)
 
 
-def _simple(work: Work, graphs: Sequence[SegmentGraph]) -> Iterator[_Candidate]:
-    unlimited = len(graphs)
-    for group in _groups(graphs, (work.num_ranks, unlimited)):
-        priority = wave_priority(work, group)
-        yield f"simple, groups of {group}", one_after_the_other(waves(work, priority))
-        limits = [unlimited] * work.num_ranks
-        policy = Policy(unlimited, limits, priority, forwards_first=True)
-        yield f"simple, greedy, groups of {group}", list_schedule(work, policy)
+def _check_request(pipeline: str, active: int | None, memory_limit: float | None) -> None:
+    kinds = get_args(PipelineKind)
+    if pipeline not in kinds:
+        known = ", ".join(map(repr, kinds[:-1]))
+        raise ScheduleError(f"pipeline={pipeline!r}; choose {known} or {kinds[-1]!r}.")
+    if active is not None and active < 1:
+        raise ScheduleError(
+            f"active_microbatches={active}; at least one microbatch must be active."
+        )
+    if memory_limit is not None and not memory_limit >= 0.0:
+        raise ScheduleError(f"memory_limit={memory_limit}; it must not be negative.")
 
 
-def _interleaved(
-    work: Work, graphs: Sequence[SegmentGraph], *, active: int
-) -> Iterator[_Candidate]:
-    """Yield the textbook orders before the greedy ones: the earlier wins a full tie.
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """A candidate after its simulation."""
 
-    The groups and limits are those that a search over chains, loops, U shapes and U-Nets (2 to 8
-    ranks, with and without transfer times, equal and unequal costs) found to cover each other.
-    """
-    depths = over_graphs(depth_limits, graphs)
-    busy = over_graphs(saturation_limits, graphs)
-    # Twice the way to the last rank instead of once: room for transfers. On virtual stages this is
-    # the warm-up of interleaved 1F1B (Narayanan et al. 2021).
-    roomy = [depth + work.num_ranks - 1 - rank for rank, depth in enumerate(depths)]
-    double = [2 * depth for depth in depths]
-    groups = _groups(graphs, (work.num_ranks, active // 2, active // 3, len(graphs)))
-    priorities = {group: wave_priority(work, group) for group in groups}
-    for group, priority in priorities.items():
-        lists = waves(work, priority)
-        for slots in _distinct([depths, roomy, busy]):
-            orders = merge_one_f_one_b(work, lists, slots=slots, active=active)
-            if orders is not None:
-                yield _name("1F1B", "alive", slots, group), orders
-    ceiling = min(active, len(graphs))
-    open_limits = [[min(n, ceiling) for n in row] for row in (depths, busy, double)]
-    for group, priority in priorities.items():
-        for limits in _distinct([*open_limits, [ceiling] * work.num_ranks]):
-            policy = Policy(active, limits, priority)
-            yield _name("greedy", "open", limits, group), list_schedule(work, policy)
+    candidate: Candidate
+    makespan: float
+    live: tuple[int, ...]
+    memory: tuple[float, ...]
+
+    def is_better(self, other: "_Played | None", *, gain: float = 0.0) -> bool:
+        """Tell whether this one is shorter by the gain, or as short and keeps fewer alive."""
+        if other is None or self.makespan < other.makespan * (1.0 - gain) * (1.0 - _SAME):
+            return True
+        if gain or self.makespan > other.makespan * (1.0 + _SAME):
+            return False
+        return (max(self.live), sum(self.live)) < (max(other.live), sum(other.live))
 
 
-def _groups(graphs: Sequence[SegmentGraph], sizes: Iterable[int]) -> list[int]:
-    """Group sizes to try.
+class _Choice:
+    """One choice among all orders of a step."""
 
-    Groups make a difference only where a rank is visited more than once, and keep microbatches in
-    ascending order only where all pass the same ranks.
-    """
-    is_single_visit = max(over_graphs(visits, graphs)) <= 1
-    if is_single_visit or len({rank_sequence(graph) for graph in graphs}) > 1:
-        return [1]
-    return list(dict.fromkeys([1, *(size for size in sizes if size >= 1)]))
+    def __init__(
+        self,
+        work: Work,
+        parts: Work,
+        graphs: Sequence[SegmentGraph],
+        active: int | None,
+        memory_limit: float | None,
+    ) -> None:
+        self.work, self.parts = work, parts
+        self.graphs = graphs
+        self.num_loops = loops(graphs)
+        self.is_default = active is None and memory_limit is None
+        if active is None:
+            spare = work.num_ranks if self.num_loops > 1 else _SPARE_ACTIVE
+            active = work.num_ranks + max(spare, _SPARE_ACTIVE)
+        self.bounds = Bounds(active, memory_limit)
+        self.least: float | None = None
+
+    def make(self, pipeline: PipelineKind) -> _Played:
+        """Return the best order of a kind."""
+        if pipeline == "simple":
+            best = self._best(simple(self.work, self.graphs))
+        elif pipeline == "interleaved":
+            best = self._interleaved()
+        elif pipeline == "zero_bubble":
+            best = self._zero_bubble() or self._interleaved()
+        else:
+            best = self._auto()
+        if best is None:
+            raise ScheduleError(
+                f"Every {pipeline!r} order of the {len(self.graphs)} microbatches keeps more "
+                f"activations alive than the limit of {self.bounds.memory:g}; the least found is "
+                f"{self.least:g}. Raise the limit to that, or make the microbatches smaller."
+            )
+        return best
+
+    def _interleaved(self) -> _Played | None:
+        """Backwards early, unsplit; within the textbook's live segments on virtual stages."""
+        live = self._textbook_live(delayed=False) if self.num_loops > 1 else None
+        made = interleaved(self.work, self.graphs, self.bounds)
+        return self._best(made, live)
+
+    def _zero_bubble(self) -> _Played | None:
+        if self.parts is self.work:
+            return None
+        live = self._textbook_live(delayed=True) if self.num_loops else None
+        made = zero_bubble(self.parts, self.graphs, self.bounds)
+        return self._best(filter(self._observes_active, made), live)
+
+    def _auto(self) -> _Played | None:
+        best = self._interleaved()
+        made = simple(self.work, self.graphs)
+        for one in self._played(filter(self._observes_active, made)):
+            best = one if one.is_better(best) else best
+        split = self._zero_bubble()
+        return split if split and split.is_better(best, gain=_SPLIT_GAIN) else best
+
+    def _observes_active(self, candidate: Candidate) -> bool:
+        work, orders = candidate.work, candidate.orders
+        return all(_most_open(work, order) <= self.bounds.active for order in orders)
+
+    def _textbook_live(self, *, delayed: bool) -> list[int] | None:
+        """Segments that the textbook order keeps alive on each rank of a chain or loop."""
+        if not self.is_default:
+            return None
+        depths = over_graphs(depth_limits, self.graphs)
+        slots = roomy_limits(depths) if self.num_loops > 1 else depths
+        return [n + rank * delayed for rank, n in enumerate(slots)]
+
+    def _best(
+        self, candidates: Iterable[Candidate], live: Sequence[int] | None = None
+    ) -> _Played | None:
+        """Keep the shortest candidate within the bounds; of equals, the one with fewer alive."""
+        best: _Played | None = None
+        within = False
+        enough = -1.0
+        for one in self._played(candidates):
+            if enough < 0.0:
+                enough = shortest_step(one.candidate.work, self.graphs) * (1.0 + _SAME)
+            fits = live is None or all(map(int.__le__, one.live, live))
+            if fits > within or (fits == within and one.is_better(best)):
+                best, within = one, fits
+            if fits and one.makespan <= enough and self.num_loops:
+                break
+        return best
+
+    def _played(self, candidates: Iterable[Candidate]) -> Iterator[_Played]:
+        """Yield the candidates that do not deadlock and keep the memory limit."""
+        limit = self.bounds.memory
+        for candidate in candidates:
+            run = play(candidate.work, candidate.orders)
+            if not run.is_complete(candidate.orders):
+                continue
+            live, memory = peaks(candidate.work, candidate.orders)
+            most = max(memory)
+            self.least = most if self.least is None else min(self.least, most)
+            if limit is None or most <= limit * (1.0 + _SAME):
+                yield _Played(candidate, run.makespan, live, memory)
 
 
-def _distinct(rows: Iterable[list[int]]) -> list[tuple[int, ...]]:
-    return list(dict.fromkeys(map(tuple, rows)))
-
-
-def _name(kind: str, what: str, limits: Sequence[int], group: int) -> str:
-    return f"{kind}, up to {' '.join(map(str, limits))} {what}, groups of {group}"
-
-
-def _best(work: Work, candidates: Iterable[_Candidate]) -> Schedule:
-    """Keep the shortest candidate that does not deadlock; of equals, the one with fewer alive."""
-    best: tuple[float, tuple[int, int], _Candidate] | None = None
-    for candidate in candidates:
-        orders = candidate[1]
-        run = play(work, orders)
-        if not run.is_complete(orders):
-            continue
-        peaks = peak_live(orders)
-        live = (max(peaks), sum(peaks))
-        is_better = best is None or run.makespan < best[0] * (1.0 - _SAME_MAKESPAN)
-        if not is_better and best is not None:
-            is_better = run.makespan <= best[0] * (1.0 + _SAME_MAKESPAN) and live < best[1]
-        if is_better:
-            best = (run.makespan, live, candidate)
-    assert best is not None, "the list scheduler never deadlocks"
-    name, orders = best[2]
-    return work.decode(orders, name=name)
+def _most_open(work: Work, order: Sequence[int]) -> int:
+    """Count the most microbatches at once that were begun and are not finished."""
+    left = Counter(work.actions[name].microbatch for name in order)
+    to_run = {work.actions[name].microbatch for name in order if name % KINDS == FORWARD}
+    is_open = set(left) - to_run
+    most = len(is_open)
+    for name in order:
+        microbatch = work.actions[name].microbatch
+        is_open.add(microbatch)
+        most = max(most, len(is_open))
+        left[microbatch] -= 1
+        if not left[microbatch]:
+            is_open.discard(microbatch)
+    return most

@@ -8,13 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightning_smp.schedule.graph import SegmentGraph
-from lightning_smp.schedule.work import Work
+from lightning_smp.schedule.work import BACKWARD, FORWARD, KINDS, WEIGHT, Work
 
 __all__ = [
     "depth_limits",
+    "loops",
+    "memory_per_microbatch",
+    "memory_per_segment",
     "over_graphs",
     "rank_sequence",
+    "roomy_limits",
     "saturation_limits",
+    "shortest_step",
     "visits",
     "wave_priority",
     "with_known_costs",
@@ -22,7 +27,7 @@ __all__ = [
 
 
 def with_known_costs(graphs: Sequence[SegmentGraph]) -> Sequence[SegmentGraph]:
-    """Give every segment the costs 1 and 2 where no cost of any graph is known (all are zero)."""
+    """Give every segment the costs 1 and 1 + 1 where no cost of any graph is known (all zero)."""
     segments = [segment for graph in graphs for segment in graph.segments]
     if any(segment.forward_cost or segment.backward_cost for segment in segments):
         return graphs
@@ -30,7 +35,12 @@ def with_known_costs(graphs: Sequence[SegmentGraph]) -> Sequence[SegmentGraph]:
     for graph in graphs:
         if id(graph) not in known:
             costed = tuple(
-                replace(segment, forward_cost=1.0, backward_cost=2.0 * segment.has_backward)
+                replace(
+                    segment,
+                    forward_cost=1.0,
+                    backward_cost=2.0 * segment.has_backward,
+                    weight_cost=1.0 * segment.has_backward,
+                )
                 for segment in graph.segments
             )
             known[id(graph)] = replace(graph, segments=costed)
@@ -75,6 +85,41 @@ def visits(graph: SegmentGraph) -> list[int]:
     return counts
 
 
+def loops(graphs: Sequence[SegmentGraph]) -> int:
+    """Count how often every microbatch passes all ranks in order (virtual stages); 0 if others."""
+    sequences = {rank_sequence(graph) for graph in graphs}
+    if len(sequences) != 1:
+        return 0
+    sequence, num_ranks = sequences.pop(), graphs[0].num_ranks
+    count, rest = divmod(len(sequence), num_ranks)
+    return 0 if rest or sequence != tuple(range(num_ranks)) * count else count
+
+
+def memory_per_segment(graph: SegmentGraph) -> list[float]:
+    """For each rank, the memory that the largest of its segments keeps."""
+    found = [0.0] * graph.num_ranks
+    for segment in graph.segments:
+        if segment.has_backward:
+            found[segment.rank] = max(found[segment.rank], segment.memory)
+    return found
+
+
+def memory_per_microbatch(graph: SegmentGraph) -> list[float]:
+    """For each rank, the memory that all of its segments keep."""
+    found = [0.0] * graph.num_ranks
+    for segment in graph.segments:
+        found[segment.rank] += segment.memory * segment.has_backward
+    return found
+
+
+def roomy_limits(depths: Sequence[int]) -> list[int]:
+    """For each rank, twice the way to the last rank instead of once: room for transfers.
+
+    On virtual stages this is the warm-up of interleaved 1F1B (Narayanan et al. 2021).
+    """
+    return [depth + len(depths) - 1 - rank for rank, depth in enumerate(depths)]
+
+
 def depth_limits(graph: SegmentGraph) -> list[int]:
     """For each rank, the number of segments on the longest path from its first one on.
 
@@ -109,6 +154,33 @@ def saturation_limits(graph: SegmentGraph) -> list[int]:
         return [1] * graph.num_ranks
     stays = [max(0.0, close - start) for start, close in zip(opened, closed, strict=True)]
     return [max(1, math.ceil(stay / slowest - 1e-6)) for stay in stays]
+
+
+def shortest_step(work: Work, graphs: Sequence[SegmentGraph]) -> float:
+    """Return a time that no order can beat: a rank's wait, all its work, and what must follow it.
+
+    Waits are known for loops only and where nothing was executed before. Nothing need follow where
+    backwards are split: the last action on a rank may be one that no other waits for.
+    """
+    load = [0.0] * work.num_ranks
+    kinds = [0] * KINDS
+    for name in work.todo:
+        load[work.ranks[name]] += work.costs[name]
+        kinds[name % KINDS] += 1
+    segments = [segment for graph in graphs for segment in graph.segments]
+    num_backwards = sum(segment.has_backward for segment in segments)
+    if not loops(graphs) or kinds[FORWARD] < len(segments) or kinds[BACKWARD] < num_backwards:
+        return max(load)
+    waits, tails = [math.inf] * work.num_ranks, [math.inf] * work.num_ranks
+    for graph in {id(graph): graph for graph in graphs}.values():
+        ready, returned = _lone_times(graph)
+        whole = max(returned)
+        for rank, last in enumerate(returned[: work.num_ranks]):
+            waits[rank] = min(waits[rank], ready[rank])
+            tails[rank] = min(tails[rank], whole - last)
+    if kinds[WEIGHT]:
+        tails = [0.0] * work.num_ranks
+    return max(map(sum, zip(waits, load, tails, strict=True)))
 
 
 def _lone_times(graph: SegmentGraph) -> tuple[list[float], list[float]]:

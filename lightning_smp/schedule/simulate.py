@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from lightning_smp.errors import ScheduleError
 from lightning_smp.schedule.actions import Action, Schedule, format_grid
 from lightning_smp.schedule.graph import SegmentGraph
-from lightning_smp.schedule.work import Work, build_work
+from lightning_smp.schedule.work import FORWARD, KINDS, Work, build_work, split_by
 
-__all__ = ["Run", "Span", "Timeline", "peak_live", "play", "simulate"]
+__all__ = ["Run", "Span", "Timeline", "peaks", "play", "simulate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,9 @@ class Timeline:
         makespan: End of the last action of all; the step begins at 0.
         idle_share: For each rank, the part of the makespan it does not work (its bubble).
         peak_live: For each rank, the most segments at once whose forward was executed and whose
-            backward is still to come. It depends on the order only, not on the times.
+            backward is still to come (or, where it is split, the second part). It depends on the
+            order only, not on the times.
+        peak_memory: For each rank, likewise the most memory kept by segments alive at once.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Timeline:
     makespan: float
     idle_share: tuple[float, ...]
     peak_live: tuple[int, ...]
+    peak_memory: tuple[float, ...]
 
     @property
     def bubble(self) -> float:
@@ -83,7 +86,7 @@ def simulate(
         ScheduleError: If an action is unknown, doubled or on the wrong rank, or if the ranks
             deadlock; the message names the blocked action of each rank.
     """
-    work = build_work(graphs, forward_done=forward_done)
+    work = build_work(graphs, forward_done=forward_done, split=split_by(schedule))
     orders = work.encode(schedule)
     run = play(work, orders)
     if not run.is_complete(orders):
@@ -92,12 +95,14 @@ def simulate(
         tuple(Span(work.actions[name], run.starts[name], run.ends[name]) for name in order)
         for order in orders
     )
+    live, memory = peaks(work, orders)
     return Timeline(
         name=schedule.name,
         ranks=ranks,
         makespan=run.makespan,
         idle_share=tuple(_idle_share(work, order, run.makespan) for order in orders),
-        peak_live=peak_live(orders),
+        peak_live=live,
+        peak_memory=memory,
     )
 
 
@@ -127,25 +132,32 @@ def play(work: Work, orders: Sequence[Sequence[int]]) -> Run:
     return Run(starts, ends, reached, max(clocks))
 
 
-def peak_live(orders: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Count, for each rank's order, the most segments alive at once.
+def peaks(work: Work, orders: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Count, for each rank's order, the most segments alive at once and the most memory they keep.
 
     Only segments whose backward is in the order are alive at all; those whose forward is not in it
     were executed before and are alive from the beginning.
     """
-    peaks = []
-    for order in orders:
-        listed = set(order)
-        live = sum(1 for name in order if name % 2 and name - 1 not in listed)
-        peak = live
-        for name in order:
-            if name % 2:
-                live -= 1
-            elif name + 1 in listed:
-                live += 1
-                peak = max(peak, live)
-        peaks.append(peak)
-    return tuple(peaks)
+    found = [_rank_peaks(work, order) for order in orders]
+    return tuple(live for live, _ in found), tuple(memory for _, memory in found)
+
+
+def _rank_peaks(work: Work, order: Sequence[int]) -> tuple[int, float]:
+    ends = {name // KINDS: name for name in order if work.is_last_use(name)}
+    to_run = {name // KINDS for name in order if name % KINDS == FORWARD}
+    alive = [name for segment, name in ends.items() if segment not in to_run]
+    live, memory = len(alive), sum(work.memory[name] for name in alive)
+    most, largest = live, memory
+    for name in order:
+        segment = name // KINDS
+        if segment not in ends:
+            continue
+        if name == ends[segment]:
+            live, memory = live - 1, memory - work.memory[name]
+        elif name % KINDS == FORWARD:
+            live, memory = live + 1, memory + work.memory[name]
+            most, largest = max(most, live), max(largest, memory)
+    return most, largest
 
 
 def _idle_share(work: Work, order: Sequence[int], makespan: float) -> float:

@@ -7,11 +7,12 @@ from lightning_smp.errors import ScheduleError
 from lightning_smp.schedule.actions import Schedule, format_grid
 from lightning_smp.schedule.graph import SegmentGraph
 from lightning_smp.schedule.simulate import simulate
-from lightning_smp.schedule.work import Work, build_work
+from lightning_smp.schedule.work import FORWARD, KINDS, Work, build_work, split_by
 
 __all__ = ["validate"]
 
 _SHOWN = 8
+_SAME = 1e-9  # relative; sums of equal amounts in another order are the same
 
 
 def validate(
@@ -19,6 +20,7 @@ def validate(
     schedule: Schedule,
     *,
     active_microbatches: int | None = None,
+    memory_limit: float | None = None,
     forward_done: Set[int] = frozenset(),
     forward_only: bool = False,
 ) -> None:
@@ -32,15 +34,19 @@ def validate(
         graphs: One graph per microbatch.
         schedule: The schedule to check.
         active_microbatches: The limit; None leaves it unchecked.
+        memory_limit: Most memory that the segments alive on a rank may keep, in the unit of
+            :attr:`Segment.memory`; None leaves it unchecked.
         forward_done: Microbatches whose forward was already executed on all ranks.
         forward_only: Whether the step has no backwards.
 
     Raises:
         ScheduleError: If an action is missing, doubled, unknown or on the wrong rank, comes before
-            what it needs, the ranks deadlock, or the limit is exceeded. The message shows the
+            what it needs, the ranks deadlock, or a limit is exceeded. The message shows the
             schedule and points at the step.
     """
-    work = build_work(graphs, forward_done=forward_done, forward_only=forward_only)
+    work = build_work(
+        graphs, forward_done=forward_done, forward_only=forward_only, split=split_by(schedule)
+    )
     orders = work.encode(schedule)
     _check_complete(work, schedule, orders)
     _check_order(work, schedule, orders)
@@ -48,6 +54,9 @@ def validate(
     if active_microbatches is not None:
         for rank, order in enumerate(orders):
             _check_active(work, schedule, rank, order, active_microbatches)
+    if memory_limit is not None:
+        for rank, order in enumerate(orders):
+            _check_memory(work, schedule, rank, order, memory_limit)
 
 
 def _check_complete(work: Work, schedule: Schedule, orders: Sequence[Sequence[int]]) -> None:
@@ -82,7 +91,7 @@ def _check_active(
     work: Work, schedule: Schedule, rank: int, order: Sequence[int], limit: int
 ) -> None:
     left = Counter(work.actions[name].microbatch for name in order)
-    to_run = {work.actions[name].microbatch for name in order if not name % 2}
+    to_run = {work.actions[name].microbatch for name in order if name % KINDS == FORWARD}
     active = set(left) - to_run
     for step, name in enumerate(order):
         microbatch = work.actions[name].microbatch
@@ -95,3 +104,22 @@ def _check_active(
             )
         left[microbatch] -= 1
         (active.add if left[microbatch] else active.discard)(microbatch)
+
+
+def _check_memory(
+    work: Work, schedule: Schedule, rank: int, order: Sequence[int], limit: float
+) -> None:
+    ends = {name // KINDS for name in order if work.is_last_use(name)}
+    to_run = {name // KINDS for name in order if name % KINDS == FORWARD}
+    memory = sum(work.memory[KINDS * segment] for segment in ends - to_run)
+    for step, name in enumerate(order):
+        if name % KINDS == FORWARD and name // KINDS in ends:
+            memory += work.memory[name]
+        if memory > limit * (1.0 + _SAME):
+            raise ScheduleError(
+                f"In the schedule {schedule.name!r}, step {step} of rank {rank}, "
+                f"{work.actions[name]}, brings the activations alive to {memory:g} (limit "
+                f"{limit:g}); finish a microbatch first or raise the limit.\n"
+                + format_grid(schedule, marks={rank: step})
+            )
+        memory -= work.memory[name] * work.is_last_use(name)

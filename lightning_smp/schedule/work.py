@@ -7,6 +7,8 @@ Rules of waiting, the only place that states them:
 * the backward of a segment waits for all forwards of its microbatch on its rank (only then does the
   rank know that the microbatch followed its program), and for the backwards of the segments that
   send it a gradient;
+* where a backward is split, all this holds for its first part (I), which sends the gradients, and
+  the second part (W) waits for the first alone;
 * a transfer between ranks takes the edge's cost, in either direction.
 """
 
@@ -17,7 +19,21 @@ from lightning_smp.errors import ScheduleError
 from lightning_smp.schedule.actions import Action, Schedule, format_grid
 from lightning_smp.schedule.graph import SegmentGraph
 
-__all__ = ["Need", "Work", "build_work"]
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "KINDS",
+    "WEIGHT",
+    "Need",
+    "Work",
+    "build_work",
+    "every_split",
+    "split_by",
+]
+
+FORWARD, BACKWARD, WEIGHT = range(3)
+KINDS = 3
+"""Names of one segment: ``name % KINDS`` is FORWARD, BACKWARD (whole or I) or WEIGHT (W)."""
 
 Need = tuple[int, float]
 """An action to wait for, and the time its result takes to arrive."""
@@ -27,8 +43,9 @@ Need = tuple[int, float]
 class Work:
     """The actions of a step under integer names, as parallel lists.
 
-    The forward of segment ``s`` of microbatch ``m`` is ``offsets[m] + 2 * s``, its backward the
-    next integer. Names of actions that are not part of the step exist, but are not in ``todo``.
+    The forward of segment ``s`` of microbatch ``m`` is ``offsets[m] + 3 * s``, its backward (or,
+    where it is split, its I) the next integer, its W the one after. Names of actions that are not
+    part of the step exist, but are not in ``todo``.
 
     Attributes:
         num_ranks: Number of pipeline ranks.
@@ -36,6 +53,7 @@ class Work:
         actions: The action behind each name.
         ranks: The rank that executes it.
         costs: Its duration.
+        memory: What its segment's forward keeps alive.
         needs: What it waits for; forwards that were already executed are left out.
         todo: Names to execute, ascending.
     """
@@ -45,6 +63,7 @@ class Work:
     actions: tuple[Action, ...]
     ranks: tuple[int, ...]
     costs: tuple[float, ...]
+    memory: tuple[float, ...]
     needs: tuple[tuple[Need, ...], ...]
     todo: tuple[int, ...]
 
@@ -52,6 +71,11 @@ class Work:
     def num_microbatches(self) -> int:
         """Number of microbatches, executed forwards included."""
         return len(self.offsets)
+
+    def is_last_use(self, name: int) -> bool:
+        """Tell whether the action frees what its segment's forward keeps alive."""
+        kind = name % KINDS
+        return kind == WEIGHT or (kind == BACKWARD and self.actions[name].kind == "B")
 
     def encode(self, schedule: Schedule) -> list[list[int]]:
         """Translate a schedule, row by row.
@@ -97,12 +121,35 @@ class Work:
             return f"there are {self.num_microbatches} microbatches"
         first = self.offsets[action.microbatch]
         ends = (*self.offsets, len(self.actions))
-        num_segments = (ends[action.microbatch + 1] - first) // 2
+        num_segments = (ends[action.microbatch + 1] - first) // KINDS
         if action.segment >= num_segments:
             return f"microbatch {action.microbatch} has {num_segments} segments"
         if action.kind == "F":
             return f"the forward of microbatch {action.microbatch} was already executed; drop it"
+        split = self.actions[first + KINDS * action.segment + BACKWARD].kind == "I"
+        if split and action.kind == "B":
+            return "its two parts, I and W, are listed too; drop either"
         return "this segment has no backward here; drop it"
+
+
+def every_split(graphs: Sequence[SegmentGraph]) -> frozenset[tuple[int, int]]:
+    """Name the (microbatch, segment) of every backward that can be split."""
+    return frozenset(
+        (microbatch, index)
+        for microbatch, graph in enumerate(graphs)
+        for index, segment in enumerate(graph.segments)
+        if segment.can_split
+    )
+
+
+def split_by(schedule: Schedule) -> frozenset[tuple[int, int]]:
+    """Name the (microbatch, segment) of every backward that the schedule splits."""
+    return frozenset(
+        (action.microbatch, action.segment)
+        for row in schedule.ranks
+        for action in row
+        if action.kind in ("I", "W")
+    )
 
 
 def build_work(
@@ -110,6 +157,7 @@ def build_work(
     *,
     forward_done: Set[int] = frozenset(),
     forward_only: bool = False,
+    split: Set[tuple[int, int]] = frozenset(),
 ) -> Work:
     """Number the actions of a step.
 
@@ -117,37 +165,54 @@ def build_work(
         graphs: One graph per microbatch; the same object may be repeated.
         forward_done: Microbatches whose forward was already executed on all ranks.
         forward_only: Whether to leave out all backwards.
+        split: (microbatch, segment) of the backwards that are done in two parts.
 
     Raises:
         ScheduleError: If there is no microbatch, graphs differ in their number of ranks, or
             ``forward_done`` names a microbatch that does not exist.
     """
     _check_request(graphs, forward_done)
-    templates = {id(graph): _template(graph, forward_only=forward_only) for graph in graphs}
+    templates = {id(graph): _template(graph) for graph in graphs}
     offsets: list[int] = []
     actions: list[Action] = []
+    costs: list[float] = []
     needs: list[tuple[Need, ...]] = []
     todo: list[int] = []
     for microbatch, graph in enumerate(graphs):
         first = len(actions)
         done = microbatch in forward_done
         offsets.append(first)
-        for local, (exists, local_needs) in enumerate(templates[id(graph)]):
-            is_backward = local % 2
-            actions.append(Action("B" if is_backward else "F", microbatch, local // 2))
-            pending = [need for need in local_needs if need[0] % 2 or not done]
+        for index, segment in enumerate(graph.segments):
+            name = first + KINDS * index
+            is_split = (microbatch, index) in split
+            actions += _actions(microbatch, index, is_split=is_split)
+            weight = segment.weight_cost if is_split else 0.0
+            costs += (segment.forward_cost, segment.backward_cost - weight, weight)
+            if not done:
+                todo.append(name + FORWARD)
+            if segment.has_backward and not forward_only:
+                todo += (name + BACKWARD, name + WEIGHT) if is_split else (name + BACKWARD,)
+        for local_needs in templates[id(graph)]:
+            pending = [need for need in local_needs if need[0] % KINDS or not done]
             needs.append(tuple([(first + need, delay) for need, delay in pending]))
-            if exists and (is_backward or not done):
-                todo.append(first + local)
     segments = [segment for graph in graphs for segment in graph.segments]
     return Work(
         num_ranks=graphs[0].num_ranks,
         offsets=tuple(offsets),
         actions=tuple(actions),
-        ranks=tuple(rank for segment in segments for rank in (segment.rank,) * 2),
-        costs=tuple(c for seg in segments for c in (seg.forward_cost, seg.backward_cost)),
+        ranks=tuple(rank for segment in segments for rank in (segment.rank,) * KINDS),
+        costs=tuple(costs),
+        memory=tuple(memory for seg in segments for memory in (seg.memory,) * KINDS),
         needs=tuple(needs),
         todo=tuple(todo),
+    )
+
+
+def _actions(microbatch: int, segment: int, *, is_split: bool) -> tuple[Action, ...]:
+    return (
+        Action("F", microbatch, segment),
+        Action("I" if is_split else "B", microbatch, segment),
+        Action("W", microbatch, segment),
     )
 
 
@@ -167,28 +232,25 @@ def _check_request(graphs: Sequence[SegmentGraph], forward_done: Iterable[int]) 
         )
 
 
-def _template(graph: SegmentGraph, *, forward_only: bool) -> list[tuple[bool, list[Need]]]:
-    """For each local name, whether the action exists and what it waits for (local names)."""
-    waits: list[dict[int, float]] = [{} for _ in range(2 * len(graph.segments))]
-    previous: dict[int, int] = {}
+def _template(graph: SegmentGraph) -> list[list[Need]]:
+    """For each local name, what it waits for (local names)."""
+    waits: list[dict[int, float]] = [{} for _ in range(KINDS * len(graph.segments))]
+    last: dict[int, int] = {}
     for index, segment in enumerate(graph.segments):
-        if segment.rank in previous:
-            waits[2 * index][2 * previous[segment.rank]] = 0.0
-        previous[segment.rank] = index
+        name = KINDS * index
+        if segment.rank in last:
+            waits[name + FORWARD][last[segment.rank]] = 0.0
+        last[segment.rank] = name + FORWARD
+        waits[name + WEIGHT][name + BACKWARD] = 0.0
     for index, segment in enumerate(graph.segments):
-        waits[2 * index + 1][2 * previous[segment.rank]] = 0.0
+        waits[KINDS * index + BACKWARD][last[segment.rank]] = 0.0
     for edge in graph.edges:
         delay = edge.cost if graph.is_message(edge) else 0.0
-        _wait(waits[2 * edge.target], 2 * edge.source, delay)
+        source, target = KINDS * edge.source, KINDS * edge.target
+        _wait(waits[target + FORWARD], source + FORWARD, delay)
         if edge.has_gradient:
-            _wait(waits[2 * edge.source + 1], 2 * edge.target + 1, delay)
-    return [
-        (
-            not local % 2 or (graph.segments[local // 2].has_backward and not forward_only),
-            list(waiting.items()),
-        )
-        for local, waiting in enumerate(waits)
-    ]
+            _wait(waits[source + BACKWARD], target + BACKWARD, delay)
+    return [list(waiting.items()) for waiting in waits]
 
 
 def _wait(waiting: dict[int, float], need: int, delay: float) -> None:

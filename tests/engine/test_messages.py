@@ -24,7 +24,7 @@ def u_program() -> Program:
             edge(2, (0, 0), (0, 1), produced=0, consumed=2),
         ],
         segments=[(0, 0), (1, 0), (0, 1)],
-        loss_segment=(0, 1),
+        loss_segments=((0, 1),),
     )
     program.seal()
     program.resolve_gradients(

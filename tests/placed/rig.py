@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_smp.deploy.partitioning import install_units, place_weights
 from lightning_smp.engine import PipelineEngine, StepPlan
 from lightning_smp.engine.channels import Channels
 from lightning_smp.engine.control import Control
-from lightning_smp.lightning.partitioning import install_units, place_weights
 from lightning_smp.partitioning import Partition, find_atoms
 from lightning_smp.partitioning.manual import manual_stages
 from lightning_smp.placed.random import seed_everywhere

@@ -19,9 +19,9 @@ def test_two_segments_give_the_gradients_of_one_graph() -> None:
     sent = torch.tanh(x @ weight)
     first.leave(7, sent)
     received = arrive(sent.detach(), second, 7)
-    second.loss = (received @ weight).sum()
-    second.backward({}, torch.ones(()))
-    first.backward({7: second.gradients[7]}, None)
+    second.add_root((received @ weight).sum(), torch.ones(()))
+    second.backward({})
+    first.backward({7: second.gradients[7]})
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad, expected)
 
@@ -33,8 +33,8 @@ def test_arrival_may_be_changed_in_place() -> None:
     assert not value.is_leaf
     value.mul_(2)
     value[0] = 5
-    segment.loss = (value * 3).sum()
-    segment.backward({}, torch.ones(()))
+    segment.add_root((value * 3).sum(), torch.ones(()))
+    segment.backward({})
     assert segment.gradients[0].tolist() == [0, 6, 6]
 
 
@@ -47,8 +47,8 @@ def test_arrival_without_grad_mode_still_has_a_graph() -> None:
 def test_value_that_enters_twice_gets_the_sum() -> None:
     segment = Segment()
     one, two = (arrive(torch.ones(2), segment, 4) for _ in range(2))
-    segment.loss = (one * 2 + two * 3).sum()
-    segment.backward({}, torch.ones(()))
+    segment.add_root((one * 2 + two * 3).sum(), torch.ones(()))
+    segment.backward({})
     assert segment.entered == [4, 4]
     assert segment.gradients[4].tolist() == [5, 5]
 
@@ -56,8 +56,8 @@ def test_value_that_enters_twice_gets_the_sum() -> None:
 def test_unused_arrival_gets_no_gradient() -> None:
     segment = Segment()
     used, _ = arrive(torch.ones(2), segment, 0), arrive(torch.ones(2), segment, 1)
-    segment.loss = used.sum()
-    segment.backward({}, torch.ones(()))
+    segment.add_root(used.sum(), torch.ones(()))
+    segment.backward({})
     assert list(segment.gradients) == [0]
 
 
@@ -69,7 +69,7 @@ def test_value_that_left_may_be_freed() -> None:
     ref = weakref.ref(sent)
     del sent
     assert ref() is None
-    segment.backward({0: torch.ones(3)}, None)
+    segment.backward({0: torch.ones(3)})
     assert weight.grad is not None
     assert weight.grad.tolist() == [2, 2, 2]
 
@@ -78,7 +78,7 @@ def test_value_without_gradient_does_not_leave() -> None:
     segment = Segment()
     segment.leave(0, torch.ones(3))
     assert segment.left == {}
-    segment.backward({}, None)
+    segment.backward({})
     assert segment.gradients == {}
 
 
@@ -96,7 +96,7 @@ def test_reachable_edges_stay_in_their_segment() -> None:
 def test_graph_may_be_kept() -> None:
     segment = Segment()
     value = arrive(torch.ones(2), segment, 0)
-    segment.loss = (value**2).sum()
+    segment.add_root((value**2).sum(), torch.ones(()))
     for _ in range(2):
-        segment.backward({}, torch.ones(()), retain_graph=True)
+        segment.backward({}, retain_graph=True)
         assert segment.gradients[0].tolist() == [2, 2]

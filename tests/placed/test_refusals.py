@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], str]] = {
     "retain_grad": (Chain, after(lambda m, h: h.retain_grad()), "retain_grad"),
     "number": (Chain, after(lambda m, h: h.storage_offset()), "storage_offset"),
     "grad across stages": (Chain, after(across_stages), "torch.autograd.grad between"),
-    "backward": (Chain, after(backward_in_step), "automatic optimization"),
+    "backward": (Chain, after(backward_in_step), "automatic_optimization"),
     "strange result": (HiddenChain, chain_loss, "'b' returned a builtins.object"),
     "leaked by a closure": (Chain, leak_by_closure, "reached the step's code by a hook"),
 }  # fmt: skip

@@ -12,11 +12,16 @@ def line(
     *,
     costs: Sequence[tuple[float, float]] | None = None,
     transfer: float = 0.0,
+    weight: float = 0.0,
+    memory: float = 0.0,
 ) -> SegmentGraph:
-    """One segment after the other on the given ranks; a forward costs 1, a backward 2."""
+    """One segment after the other on the given ranks; a forward costs 1, a backward 2.
+
+    ``weight`` is the part of every backward that may be done later.
+    """
     costs = costs or [(1.0, 2.0)] * len(ranks)
     segments = tuple(
-        Segment(rank, forward, backward, True)
+        Segment(rank, forward, backward, True, weight, memory)
         for rank, (forward, backward) in zip(ranks, costs, strict=True)
     )
     edges = tuple(Edge(index, index + 1, True, transfer) for index in range(len(ranks) - 1))
@@ -27,15 +32,23 @@ _COSTS = st.sampled_from([0.0, 0.1, 1.0, 1.7, 3.0])
 
 
 @st.composite
+def _any_segment(draw: st.DrawFn, num_ranks: int) -> Segment:
+    backward = draw(_COSTS)
+    return Segment(
+        rank=draw(st.integers(0, num_ranks - 1)),
+        forward_cost=draw(_COSTS),
+        backward_cost=backward,
+        has_backward=draw(st.booleans()),
+        weight_cost=backward * draw(st.sampled_from([0.0, 0.5, 1.0])),
+        memory=draw(_COSTS),
+    )
+
+
+@st.composite
 def any_graph(draw: st.DrawFn, num_ranks: int) -> SegmentGraph:
     """A graph with idle ranks, dead ends, skips, doubled edges and parts without a backward."""
     num_segments = draw(st.integers(0, 7))
-    segments = tuple(
-        Segment(
-            draw(st.integers(0, num_ranks - 1)), draw(_COSTS), draw(_COSTS), draw(st.booleans())
-        )
-        for _ in range(num_segments)
-    )
+    segments = tuple(draw(_any_segment(num_ranks)) for _ in range(num_segments))
     pairs = [(i, j) for j in range(num_segments) for i in range(j)]
     chosen = draw(st.lists(st.sampled_from(pairs), max_size=12)) if pairs else []
     edges = tuple(

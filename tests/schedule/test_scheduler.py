@@ -16,6 +16,7 @@ from lightning_smp.schedule import (
     validate,
 )
 from lightning_smp.schedule import Edge as GraphEdge
+from lightning_smp.schedule.shape import loops
 
 from .graphs import any_step, line
 
@@ -128,7 +129,7 @@ def test_microbatch_that_skips_the_first_rank_waits_for_its_turn():
 @settings(max_examples=300, deadline=None)
 @given(
     any_step(),
-    st.sampled_from(["simple", "interleaved"]),
+    st.sampled_from(["simple", "interleaved", "zero_bubble", "auto"]),
     st.one_of(st.none(), st.integers(1, 7)),
     st.booleans(),
 )
@@ -138,6 +139,8 @@ def test_any_step_gets_a_valid_schedule(step, pipeline, active, forward_only):
     schedule = make_schedule(graphs, pipeline, active_microbatches=active, **options)
     limit = active if active is not None else graphs[0].num_ranks + 2
     limit = None if pipeline == "simple" else limit
+    if active is None and loops(graphs) > 1:
+        limit = 2 * graphs[0].num_ranks if limit is not None else None
     validate(graphs, schedule, active_microbatches=limit, **options)
     assert Schedule.from_text(schedule.to_text()) == schedule
     assert_begins_in_order(schedule)
@@ -169,7 +172,7 @@ def assert_messages_are_complete(graphs, schedule, *, forward_done, forward_only
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pipeline": "1f1b"}, "choose 'simple' or 'interleaved'"),
+        ({"pipeline": "1f1b"}, "choose 'simple', 'interleaved', 'zero_bubble' or 'auto'"),
         ({"pipeline": "interleaved", "active_microbatches": 0}, "at least one microbatch"),
         ({"pipeline": "simple", "forward_done": {4}}, r"forward_done names microbatches \[4\]"),
     ],
@@ -190,7 +193,7 @@ def test_making_a_schedule_is_fast():
     assert min(tries) < 0.02
 
 
-@pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved", "zero_bubble", "auto"])
 def test_no_backward_before_the_forward_of_its_microbatch_has_ended_on_the_rank(
     pipeline: str,
 ) -> None:
