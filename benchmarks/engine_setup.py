@@ -10,24 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_smp.engine import PipelineEngine
-from lightning_smp.engine.channels import Channels
-from lightning_smp.engine.control import Control
+from lightning_smp.config import SMPConfig
+from lightning_smp.deploy.deployment import Deployment
 from lightning_smp.groups import Groups
-from lightning_smp.lightning.partitioning import install_units, place_weights, plan_model
 from lightning_smp.lightning.stepper import Stepper
 from lightning_smp.placed.random import seed_everywhere
-from lightning_smp.placed.runtime import Runtime
 from lightning_smp.topology import Topology
 
 __all__ = ["split_module", "stepper_of", "train_step"]
 
-_RANKS = (0, 1)
-
 
 def split_module(
     module: nn.Module, batch: Any, stages: dict[str, int], *, rank: int, pipeline: str
-) -> PipelineEngine:
+) -> Deployment:
     """Gives each rank its stage of the module. Collective over the world.
 
     Args:
@@ -40,30 +35,27 @@ def split_module(
     device = torch.device("cpu")
     seed_everywhere(0, device)  # as the strategy: the stages share one random state
     groups = Groups.build(Topology(2, 1, 1), rank, "gloo", timedelta(seconds=60))
-    control = Control(_RANKS, groups.control)
+    config = SMPConfig(
+        pipeline_parallel_degree=2, auto_partition=False, default_partition=0, pipeline=pipeline,
+        tied_parameters="mirrored", memory_weight=0.0,
+    )  # fmt: skip
 
     def call(copy: Any, piece: Any) -> Any:
         return copy.training_step(piece, 0)
 
-    partition = plan_model(
-        module, call, batch, 2, control, memory_weight=0.0, tied_parameters="mirrored",
-        default_partition=0, manual=stages,
-    )  # fmt: skip
-    runtime = Runtime(rank, 2, device)
-    ownership = install_units(module, partition, runtime)
-    place_weights(module, ownership, runtime, [])
-    channels = Channels(_RANKS, groups.pp, device)
-    return PipelineEngine(runtime, channels, control, pipeline=pipeline, active_microbatches=None)
+    deployment = Deployment(module, config, groups, device, "gloo")
+    deployment.ensure_ready(call, batch, manual=stages)
+    return deployment
 
 
-def stepper_of(module: nn.Module, engine: PipelineEngine) -> Stepper:
+def stepper_of(deployment: Deployment) -> Stepper:
     """What the strategy runs steps with."""
-    return Stepper(module=module, engine=engine, seeding=None, precision=nullcontext)
+    return Stepper(deployment=deployment, precision=nullcontext)
 
 
 def train_step(stepper: Stepper, batch: Any, microbatches: int) -> Callable[[], None]:
     """A forward and backward over a batch as the strategy runs it; gradients are new each time."""
-    parameters = list(stepper.module.parameters())
+    parameters = list(stepper.deployment.module.parameters())
 
     def step() -> None:
         for parameter in parameters:

@@ -55,8 +55,10 @@ def placed_host_cost(rank: int, family: str, layers: int, rounds: int) -> dict[s
     piece = batch[:_ROWS]
     outer = _outer_step(deepcopy(module), piece)
     maths = _layer_step(deepcopy(module), owned, piece)
-    engine = split_module(module, piece, {owned: 1}, rank=rank, pipeline="interleaved")
-    step = train_step(stepper_of(module, engine), batch, 2)
+    deployment = split_module(module, piece, {owned: 1}, rank=rank, pipeline="interleaved")
+    engine = deployment.engine
+    assert engine is not None
+    step = train_step(stepper_of(deployment), batch, 2)
     for _ in range(2):
         step()
     dist.barrier()

@@ -115,8 +115,9 @@ def compare_steps(rank: int, setting: Setting) -> dict[str, Any]:
 def _smp_step(rank: int, model: Model, batch: Any, setting: Setting) -> Callable[[], None]:
     piece = tuple(t[: setting.rows] for t in batch)
     places = {f"stages.{s}": s % 2 for s in range(setting.num_stages)}
-    engine = split_module(model, piece, places, rank=rank, pipeline=_PIPELINES[setting.schedule])
-    return train_step(stepper_of(model, engine), batch, setting.microbatches)
+    pipeline = _PIPELINES[setting.schedule]
+    deployment = split_module(model, piece, places, rank=rank, pipeline=pipeline)
+    return train_step(stepper_of(deployment), batch, setting.microbatches)
 
 
 def _torch_step(rank: int, stages: list[Stage], batch: Any, setting: Setting) -> Callable[[], None]:

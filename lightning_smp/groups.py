@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 
 from lightning_smp.errors import CommunicationError, ConfigError
+from lightning_smp.native.backend import SMP, bounded_backend, inner_of_smp, log_counters
 from lightning_smp.topology import Axis, Topology
 
 __all__ = ["Groups"]
@@ -35,7 +37,11 @@ class Groups:
         mp: the ranks of this replica of the model.
         world: all ranks.
         control: gloo group of the pipeline, for messages between the hosts.
+        tp_control: gloo group of the tensor group, likewise.
+        mp_control: gloo group of the replica, likewise.
         world_control: gloo group of all ranks, for messages between the hosts.
+        bounded_backend: the backend of dp, rdp and tp, and the one for further groups that reduce:
+            the given one with a bound on collectives in flight, where all ranks have it.
 
     Groups with the same members and backend are one object (with one stage, for example, tp is
     mp), so operations on them share one order.
@@ -50,7 +56,10 @@ class Groups:
     mp: dist.ProcessGroup
     world: dist.ProcessGroup
     control: dist.ProcessGroup
+    tp_control: dist.ProcessGroup
+    mp_control: dist.ProcessGroup
     world_control: dist.ProcessGroup
+    bounded_backend: str
     _made: list[dist.ProcessGroup] = field(repr=False, compare=False)
 
     @classmethod
@@ -65,26 +74,33 @@ class Groups:
             topology: the grid of all ranks.
             rank: this rank's global number.
             backend: of all groups but the control groups, "nccl" or "gloo" for example.
+                Where that is possible, dp, rdp and tp bound their collectives in flight.
             timeout: of one operation.
 
         Raises:
             CommunicationError: there is no default process group.
-            ConfigError: its size or this rank's number is not that of the topology.
+            ConfigError: its size or this rank's number is not that of the topology, or
+                SMP_NCCL_THROTTLE_LIMIT is no limit.
         """
         _check_world(topology, rank)
-        factory = _Factory(topology, rank, backend, timeout)
+        factory = _Factory(topology, rank, timeout)
         try:
+            world_control = factory.group("world", "gloo")
+            bounded = _agree_on_bounded(backend, world_control)
             return cls(
                 topology=topology,
                 rank=rank,
                 world=factory.group("world", backend),
-                world_control=factory.group("world", "gloo"),
+                world_control=world_control,
+                bounded_backend=bounded,
                 pp=factory.group("pp", backend),
                 control=factory.group("pp", "gloo"),
-                dp=factory.group("dp", backend),
-                rdp=factory.group("rdp", backend),
-                tp=factory.group("tp", backend),
+                dp=factory.reducing_group("dp", backend, bounded),
+                rdp=factory.reducing_group("rdp", backend, bounded),
+                tp=factory.reducing_group("tp", backend, bounded),
                 mp=factory.group("mp", backend),
+                tp_control=factory.group("tp", "gloo"),
+                mp_control=factory.group("mp", "gloo"),
                 _made=factory.made,
             )
         except BaseException:
@@ -96,6 +112,9 @@ class Groups:
 
         Every rank should call, after its last operation on them.
         """
+        if dist.is_initialized():
+            for group in self._made:
+                log_counters(group)
         _destroy(self._made)
 
     @property
@@ -148,6 +167,28 @@ class Groups:
         """Number of ranks of one replica of the model."""
         return self.topology.mp_size
 
+    def data_rank(self, prescaled: bool) -> int:
+        """Which share of the data this rank loads.
+
+        Args:
+            prescaled: whether the ranks of a tensor group hold the same batch.
+        """
+        return self.rdp_rank if prescaled else self.dp_rank
+
+    def data_size(self, prescaled: bool) -> int:
+        """Number of shares of the data."""
+        return self.rdp_size if prescaled else self.dp_size
+
+    def data_group(self, prescaled: bool) -> dist.ProcessGroup:
+        """The ranks with this rank's stage, one per share of the data."""
+        return self.rdp if prescaled else self.dp
+
+    def batch_sharers(self, prescaled: bool) -> tuple[tuple[int, ...], dist.ProcessGroup]:
+        """Global ranks that hold the same batch as this one, and their group of the hosts."""
+        if prescaled:
+            return self.topology.group("mp", self.rank), self.mp_control
+        return self.topology.group("pp", self.rank), self.control
+
     @property
     def world_size(self) -> int:
         """Number of all ranks."""
@@ -157,7 +198,7 @@ class Groups:
 class _Factory:
     """Makes each group once per (members, backend) and remembers this rank's."""
 
-    def __init__(self, topology: Topology, rank: int, backend: str, timeout: timedelta) -> None:
+    def __init__(self, topology: Topology, rank: int, timeout: timedelta) -> None:
         self.topology = topology
         self.rank = rank
         self.timeout = timeout
@@ -184,6 +225,11 @@ class _Factory:
         assert group is not None
         return group
 
+    def reducing_group(self, axis: Axis, plain: str, bounded: str) -> dist.ProcessGroup:
+        """As `group`, with a bound on collectives; a group of one rank has nothing to bound."""
+        is_single = len(self.topology.group(axis, self.rank)) == 1
+        return self.group(axis, plain if is_single else bounded)
+
     def _wanted(self, axis: Axis, backend: str) -> Iterator[tuple[int, ...]]:
         return (m for m in self.topology.groups(axis) if (m, backend) not in self.known)
 
@@ -206,13 +252,25 @@ def _check_world(topology: Topology, rank: int) -> None:
         )
 
 
+def _agree_on_bounded(backend: str, world: dist.ProcessGroup) -> str:
+    """Return the bounded form of `backend` if every rank has it: all must make the same groups.
+
+    Collective over `world`.
+    """
+    bounded = bounded_backend(backend)
+    has_it = torch.tensor(int(bounded != backend))
+    dist.all_reduce(has_it, dist.ReduceOp.MIN, group=world)
+    return bounded if has_it.item() else backend
+
+
 def _options(axis: Axis, backend: str, members: int, timeout: timedelta) -> Any:
     """Return NCCL options that keep small groups small; None where the default is right.
 
     The dp, tp and mp groups move gradients and activations at full bandwidth: default.
     """
     small = members == 1 or axis == "pp"
-    if backend != "nccl" or not small or not hasattr(dist, "ProcessGroupNCCL"):
+    is_nccl = backend == "nccl" or (backend == SMP and inner_of_smp() == "nccl")
+    if not is_nccl or not small or not hasattr(dist, "ProcessGroupNCCL"):
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = _SINGLE_MAX_CTAS if members == 1 else _PIPELINE_MAX_CTAS

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lightning_smp.errors import SMPError
 
 if TYPE_CHECKING:
     from lightning_smp.config import SMPConfig
     from lightning_smp.groups import Groups
+    from lightning_smp.script.model import DistributedModel
+    from lightning_smp.script.optimizer import DistributedOptimizer
+    from lightning_smp.tensor_parallel.context import TensorParallel
+    from lightning_smp.tensor_parallel.registry import Registration
 
-__all__ = ["State", "state"]
+__all__ = ["ModuleManager", "State", "state"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleManager:
+    """What Hugging Face's `save_pretrained` asks for.
+
+    Attributes:
+        translate_functions: (to Hugging Face's names, from them) by model family. Whole state
+            dicts have the user's own names always, so there is nothing to translate.
+    """
+
+    translate_functions: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = ()
 
 
 class State:
@@ -19,11 +40,26 @@ class State:
 
     Attributes:
         cfg: the configuration of the run, None before it starts.
+        device: this rank's device.
+        backend: of groups that carry tensors, "nccl" or "gloo".
+        tracing: whether a step is only analysed, on tensors without numbers.
+        registrations: how modules of a class are distributed, by `smp.tp_register`.
+        in_step: whether a function decorated with `smp.step` runs.
+        module_manager: where clients look for translations of state dicts.
     """
 
     def __init__(self) -> None:
         self.cfg: SMPConfig | None = None
         self._groups: Groups | None = None
+        self.device = torch.device("cpu")
+        self.backend = "gloo"
+        self.tracing = False
+        self.in_step = False
+        self.module_manager = ModuleManager()
+        self._model: weakref.ref[DistributedModel] | None = None
+        self._optimizer: weakref.ref[DistributedOptimizer] | None = None
+        self._tensor_parallel: TensorParallel | None = None
+        self.registrations: dict[type, Registration] = {}
 
     @property
     def initialized(self) -> bool:
@@ -39,10 +75,43 @@ class State:
         """
         if self._groups is None:
             raise SMPError(
-                "a rank or group was asked for before the run started: ranks exist from the "
-                "LightningModule's setup() on."
+                "a rank or group was asked for before the run started: call smp.init() first; in a "
+                "LightningModule ranks exist from setup() on."
             )
         return self._groups
+
+    @property
+    def tensor_parallel(self) -> TensorParallel:
+        """This rank's place in its tensor group; of degree 1 before the run starts."""
+        from lightning_smp.tensor_parallel.context import TensorParallel
+
+        if self._groups is None or self.cfg is None:
+            return TensorParallel()
+        if self._tensor_parallel is None:
+            self._tensor_parallel = TensorParallel.over(
+                self._groups.tp,
+                prescaled=self.cfg.prescaled_batch,
+                optimize=self.cfg.optimize,
+            )
+        return self._tensor_parallel
+
+    @property
+    def model(self) -> DistributedModel | None:
+        """The script's distributed model, while it exists."""
+        return None if self._model is None else self._model()
+
+    @model.setter
+    def model(self, model: DistributedModel) -> None:
+        self._model = weakref.ref(model)
+
+    @property
+    def optimizer(self) -> DistributedOptimizer | None:
+        """The script's distributed optimizer, while it exists."""
+        return None if self._optimizer is None else self._optimizer()
+
+    @optimizer.setter
+    def optimizer(self, optimizer: DistributedOptimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
 
     @property
     def local_rank(self) -> int:
@@ -54,9 +123,11 @@ class State:
         """Number of processes on this node."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.groups.world_size))
 
-    def start(self, cfg: SMPConfig, groups: Groups) -> None:
+    def start(self, cfg: SMPConfig, groups: Groups, device: torch.device, backend: str) -> None:
         """A run starts; a later one takes its place."""
-        self.cfg, self._groups = cfg, groups
+        self.cfg, self._groups, self.device, self.backend = cfg, groups, device, backend
+        self._model = self._optimizer = None
+        self._tensor_parallel = None
 
 
 state = State()

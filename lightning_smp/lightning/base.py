@@ -13,13 +13,9 @@ from lightning_smp.weights.ownership import Ownership
 
 if TYPE_CHECKING:
     from lightning_smp.config import SMPConfig
-    from lightning_smp.engine import PipelineEngine
+    from lightning_smp.deploy.deployment import Deployment
     from lightning_smp.failure import FailureWatch
     from lightning_smp.groups import Groups
-    from lightning_smp.partitioning import Partition
-    from lightning_smp.placed.runtime import Runtime
-    from lightning_smp.placed.seeding import SeededUnits
-    from lightning_smp.weights.sharing import SharingGroups
 
 __all__ = ["StrategyState"]
 
@@ -57,17 +53,10 @@ class StrategyState:
         self._layer_sync: Any = None
         self._trainer: Any = None
         self._groups: Groups | None = None
-        self._ownership: Ownership | None = None
-        self._engine: PipelineEngine | None = None
-        self._runtime: Runtime | None = None
-        self._partition: Partition | None = None
-        self._sharing: SharingGroups | None = None
-        self._seeding: SeededUnits | None = None
+        self._deployment: Deployment | None = None
         self._watch: FailureWatch | None = None
-        self._seed = 0
         self._block_sync = False
         self._weighted: bool | None = None
-        self._steps_checked = 0
         self._steps_evaluated = 0
 
     @property
@@ -85,11 +74,17 @@ class StrategyState:
         return self._groups
 
     @property
+    def deployment(self) -> Deployment:
+        """The module over the ranks; exists from `setup` on."""
+        assert self._deployment is not None
+        return self._deployment
+
+    @property
     def ownership(self) -> Ownership:
         """Which stage holds which parameter."""
-        if self._ownership is None:
+        if self._deployment is None:
             return Ownership.whole(self.lightning_module)
-        return self._ownership
+        return self._deployment.ownership
 
     @property
     def root_device(self) -> torch.device:

@@ -6,20 +6,15 @@ import copy
 import importlib
 import logging
 import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lightning_smp.batch_digest import DIGEST_BYTES
-from lightning_smp.errors import CommunicationError, ConfigError
+from lightning_smp.errors import ConfigError
 from lightning_smp.lightning.batch_broadcast import broadcast_batch
-from lightning_smp.wire.encode import tensor_bytes
 
-__all__ = ["broadcast_batch", "check_same_batch", "prepare_dataloader"]
+__all__ = ["broadcast_batch", "prepare_dataloader"]
 
 Loader = TypeVar("Loader")
 _logger = logging.getLogger(__name__)
@@ -59,49 +54,6 @@ def prepare_dataloader(
     if seed_workers and loader.num_workers and loader.worker_init_fn is None:
         changes["worker_init_fn"] = _worker_init(dp_rank)
     return _changed_copy(loader, changes)
-
-
-def check_same_batch(
-    digest: bytes, group: dist.ProcessGroup | None, ranks: Sequence[int], step: int
-) -> None:
-    """Raises on every rank if the ranks of one pipeline group hold different batches.
-
-    Collective over `group` (one all-gather of 16 bytes a rank, on the CPU): all its ranks call.
-
-    Args:
-        digest: this rank's `batch_digest`.
-        group: a gloo group of the ranks that must hold the same batch.
-        ranks: their global ranks, in the order of the group.
-        step: number of the batch, for the message.
-
-    Raises:
-        CommunicationError: digests differ; names the ranks and what to do.
-    """
-    assert len(digest) == DIGEST_BYTES, "made by batch_digest"
-    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    found = [torch.empty_like(own) for _ in ranks]
-    dist.all_gather(found, own, group)
-    ranks_of: dict[bytes, list[int]] = {}
-    for rank, value in zip(ranks, found, strict=True):
-        ranks_of.setdefault(tensor_bytes(value), []).append(rank)
-    if len(ranks_of) > 1:
-        _raise_different(list(ranks_of.values()), step)
-
-
-def _raise_different(parts: list[list[int]], step: int) -> None:
-    parts.sort(key=len, reverse=True)  # stable: among equals, the one of the lowest rank
-    others = "; ".join(f"a different one on {_names(part)}" for part in parts[1:])
-    raise CommunicationError(
-        f"Step {step}: all ranks of a pipeline group need the same batch, but there is one on "
-        f"{_names(parts[0])} and {others}. Let one rank load and share it "
-        '(batch_source="leader"); or make loading equal: keep use_distributed_sampler=True, call '
-        "seed_everything(seed, workers=True), give samplers and augmentations a seed that does "
-        "not depend on the rank."
-    )
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _drop_last_changes(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_smp.errors import ConfigError, UnsupportedError
+from lightning_smp.deploy.agreement import compare_configurations
+from lightning_smp.errors import UnsupportedError
 from lightning_smp.failure import FailureWatch
 from lightning_smp.groups import Groups
 from lightning_smp.lightning.base import StrategyState
 from lightning_smp.process_state import state
-from lightning_smp.wire import all_gather_objects, broadcast_object
+from lightning_smp.wire import broadcast_object
 
 __all__ = ["Environment"]
 
@@ -29,7 +30,7 @@ class Environment(StrategyState):
         With one replica the user's own samplers stay, so that the batches are those of one device;
         Lightning would shuffle every training loader of a distributed strategy.
         """
-        return self._groups is None or self._groups.dp_size > 1
+        return self._groups is None or self._groups.data_size(self.config.prescaled_batch) > 1
 
     @property
     def num_nodes(self) -> int:
@@ -53,7 +54,11 @@ class Environment(StrategyState):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The ranks of one replica load the same samples."""
-        return {"num_replicas": self.groups.dp_size, "rank": self.groups.dp_rank}
+        prescaled = self.config.prescaled_batch
+        return {
+            "num_replicas": self.groups.data_size(prescaled),
+            "rank": self.groups.data_rank(prescaled),
+        }
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment and the loggers who this rank is."""
@@ -92,29 +97,15 @@ class Environment(StrategyState):
         if self._groups is None:
             topology = self.config.topology(dist.get_world_size())
             self._groups = Groups.build(topology, dist.get_rank(), self._backend, timeout)
-            self._compare_configurations()
-        state.start(self.config, self._groups)
+            compare_configurations(self.config, self._groups)
+        state.start(self.config, self._groups, self.root_device, self._backend)
         if self._watch is None:
             self._watch = FailureWatch(self.global_rank)
-
-    def _compare_configurations(self) -> None:
-        """All ranks must have been given the same configuration."""
-        everyone = all_gather_objects(self.config.as_dict(), self.groups.world_control)
-        different = sorted(
-            key for key, value in everyone[0].items()
-            if any(other[key] != value for other in everyone)
-        )  # fmt: skip
-        if different:
-            values = {key: [config[key] for config in everyone] for key in different}
-            raise ConfigError(
-                f"the ranks were given different configurations: by rank, {values}. Give every "
-                "rank the same arguments and the same SMP_CONFIG."
-            )
 
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks why this one stops."""
         if self._watch is not None and self._groups is not None:
-            where = "" if self._engine is None else self._engine.position
+            where = "" if self._deployment is None else self._deployment.position
             self._watch.report(exception, self.groups.pp_rank, where)
 
     def _replace_sigterm_handler(self, trainer: Any) -> None:
@@ -171,7 +162,7 @@ class Environment(StrategyState):
 
     def _replicas(self, group: Any) -> Any:
         if group is None or group is dist.group.WORLD:
-            return self.groups.dp
+            return self.groups.data_group(self.config.prescaled_batch)
         return group
 
 

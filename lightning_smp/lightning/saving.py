@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_smp.errors import CheckpointError
-from lightning_smp.lightning.checkpoint import (
+from lightning_smp.lightning.environment import Environment
+from lightning_smp.weights.checkpoint import (
     gather_optimizer_state,
     gather_state_dict,
     load_full_state_dict,
     load_optimizer_state,
 )
-from lightning_smp.lightning.environment import Environment
 from lightning_smp.weights.collect import PipelineLinks
 
 __all__ = ["Saving"]
@@ -28,14 +28,10 @@ class Saving(Environment):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model on global rank 0, empty elsewhere. Collective over the world."""
         self._require_all_ranks()
-        if self._engine is None:
+        if self._deployment is None or not self._deployment.holds_part:
             return dict(self.lightning_module.state_dict())
-        assert self._runtime is not None
-        self._runtime.gathers_state = True
-        try:
+        with self._deployment.gathering():
             return gather_state_dict(self.lightning_module, self.ownership, self._links())
-        finally:
-            self._runtime.gathers_state = False
 
     def _require_all_ranks(self) -> None:
         """Refuses to gather while an error is handled: the other ranks would never come."""
@@ -55,7 +51,7 @@ class Saving(Environment):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The whole state on global rank 0, empty elsewhere. Collective over the world."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        if self._engine is None:
+        if not self.deployment.holds_part:
             return dict(optimizer.state_dict())
         return gather_optimizer_state(optimizer, self.ownership, self._links())
 
@@ -70,7 +66,7 @@ class Saving(Environment):
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=False):
             load_optimizer_state(optimizer, state, self.ownership)
-        if self._engine is not None or self.groups.pp_size == 1:
+        if self.deployment.is_split or self.groups.pp_size == 1:
             self._optimizers_to_device(self.root_device)
 
     def save_checkpoint(

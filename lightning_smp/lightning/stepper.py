@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,10 @@ from torch import nn
 
 from lightning_smp.batch import Microbatch, split_batch
 from lightning_smp.batch_merge import merge_outputs
-from lightning_smp.engine import PipelineEngine, StepPlan
+from lightning_smp.deploy.deployment import Deployment
+from lightning_smp.engine import StepPlan
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.lightning.logs import LogBuffer
-from lightning_smp.placed.seeding import SeededUnits
 from lightning_smp.placed.structure import iter_tensors, map_tensors
 from lightning_smp.placed.tensor import PlacedTensor
 
@@ -46,15 +46,11 @@ class Stepper:
     """Runs steps of one module.
 
     Args:
-        module: the LightningModule.
-        engine: runs the stages; None for a single stage.
-        seeding: for a single stage, seeds its units as several stages would.
+        deployment: the LightningModule over the ranks.
         precision: context of one microbatch's step.
     """
 
-    module: nn.Module
-    engine: PipelineEngine | None
-    seeding: SeededUnits | None
+    deployment: Deployment
     precision: Callable[[], AbstractContextManager[Any]]
 
     def run(
@@ -85,7 +81,7 @@ class Stepper:
         """
         pieces = split_batch(args[0], microbatches, allow_uneven=allow_uneven)
         total = sum(piece.num_samples for piece in pieces)
-        with LogBuffer(self.module) as buffer:
+        with LogBuffer(self.deployment.module) as buffer:
             body = self._body(name, args, buffer)
             bodies = [lambda m=m: body(m, pieces[m]) for m in range(len(pieces))]
 
@@ -97,30 +93,22 @@ class Stepper:
                 share = pieces[m].num_samples / total if weight is None else weight
                 return _seed(loss, share, loss_scale)
 
-            if self.engine is None and around_backward is not None:
-                with _rerouted_backward(around_backward):
-                    results = self._run_here(bodies, seed, None)
-            elif self.engine is None:
-                final = None if on_final is None else lambda p: on_final([p], float(total))
-                results = self._run_here(bodies, seed, loss_seed if backward else None, final)
-            else:
-                specs = [self._spec(name, piece.value, backward) for piece in pieces]
-                results = self.engine.step(
-                    StepPlan(
-                        name=name, bodies=bodies, specs=specs, seed=seed,
-                        loss_of=loss_of if backward else None,
-                        loss_seed=loss_seed if backward else None,
-                        record=around_backward is not None, around_backward=around_backward,
-                        on_final=None if on_final is None
-                        else lambda parameters: on_final(parameters, float(total)),
-                    )
-                )  # fmt: skip
+            plan = StepPlan(
+                name=name, bodies=bodies, seed=seed,
+                specs=[self._spec(name, piece.value, backward) for piece in pieces],
+                loss_of=loss_of if backward else None,
+                loss_seed=loss_seed if backward else None,
+                record=around_backward is not None, around_backward=around_backward,
+                on_final=None if on_final is None
+                else lambda parameters: on_final(parameters, float(total)),
+            )  # fmt: skip
+            results = self.deployment.run(plan)
         return self._conclude(results, pieces, total, buffer, name == "training_step")
 
     def _body(
         self, name: str, args: tuple[Any, ...], buffer: LogBuffer
     ) -> Callable[[int, Microbatch], Any]:
-        step = getattr(self.module, name)
+        step = getattr(self.deployment.module, name)
 
         def body(m: int, piece: Microbatch) -> Any:
             buffer.begin(m, piece.num_samples)
@@ -132,28 +120,10 @@ class Stepper:
 
         return body
 
-    def _run_here(
-        self, bodies: list[Callable[[], Any]], seed: tuple[int, ...], loss_seed: Any,
-        on_final: Callable[[nn.Parameter], None] | None = None,
-    ) -> list[Any]:  # fmt: skip
-        """A single stage: plain accumulation over the microbatches."""
-        results = []
-        for m, body in enumerate(bodies):
-            if self.seeding is not None:
-                self.seeding.begin((*seed, m))
-            result = body()
-            loss = None if loss_seed is None else loss_of(result)
-            if loss is not None:
-                last = m == len(bodies) - 1
-                with _watch_gradients(self.module, on_final if last else None):
-                    torch.autograd.backward(loss, loss_seed(m, result))
-            results.append(map_tensors(result, torch.Tensor.detach) if loss_seed else result)
-        return results
-
     def _spec(self, name: str, batch: Any, backward: bool) -> Any:
         """What a microbatch's shapes depend on."""
         shapes = tuple((tuple(t.shape), t.dtype) for t in iter_tensors(batch))
-        return (name, shapes, torch.is_grad_enabled(), self.module.training, backward)
+        return (name, shapes, torch.is_grad_enabled(), self.deployment.module.training, backward)
 
     def _conclude(
         self, results: list[Any], pieces: list[Microbatch], total: int, buffer: LogBuffer,
@@ -162,7 +132,7 @@ class Stepper:
         """Brings what the step left to every rank and makes one value of it."""
         returned = list(iter_tensors(results))
         logged = buffer.values()
-        real = self._fetch([*returned, *logged])
+        real = self.deployment.fetch([*returned, *logged])
         supply = iter(real[: len(returned)])
         results = [map_tensors(result, lambda _: next(supply)) for result in results]
         buffer.resolve(lambda _: real[len(returned) :])
@@ -171,47 +141,6 @@ class Stepper:
         if not training:
             return StepOutput(merge_outputs(results, sizes), None, float(total), 1.0)
         return _merge_losses(results, sizes, total)
-
-    def _fetch(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        if self.engine is None:
-            return [tensor.detach() for tensor in tensors]
-        return self.engine.fetch(tensors)
-
-
-@contextmanager
-def _watch_gradients(
-    module: nn.Module, on_final: Callable[[nn.Parameter], None] | None
-) -> Iterator[None]:
-    """Calls ``on_final`` with each parameter whose gradient the backward inside completes."""
-    handles = [
-        parameter.register_post_accumulate_grad_hook(on_final)
-        for parameter in module.parameters()
-        if on_final is not None and parameter.requires_grad
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _rerouted_backward(around: Callable[[Callable[[], None]], None]) -> Iterator[None]:
-    """A single stage: every backward that the step asks for goes through ``around``."""
-    original = torch.autograd.backward
-
-    def backward(*args: Any, **kwargs: Any) -> None:
-        torch.autograd.backward = original  # type: ignore[assignment]
-        try:
-            around(lambda: original(*args, **kwargs))
-        finally:
-            torch.autograd.backward = backward  # type: ignore[assignment]
-
-    torch.autograd.backward = backward  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.backward = original  # type: ignore[assignment]
 
 
 def loss_of(result: Any) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from datetime import timedelta
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal
 
@@ -12,29 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_smp.amp import make_scaler
 from lightning_smp.config import resolve_config
-from lightning_smp.engine import PipelineEngine
-from lightning_smp.engine.channels import Channels, Directions, make_directions
-from lightning_smp.engine.control import Control
+from lightning_smp.deferred import deferring, realize_module
+from lightning_smp.deploy.deployment import Deployment
+from lightning_smp.deploy.distributing import distribute_model
 from lightning_smp.errors import UnsupportedError
-from lightning_smp.lightning.clip import clip_grad_norm
-from lightning_smp.lightning.partitioning import (
-    install_units,
-    place_weights,
-    plan_model,
-    sync_weights,
-)
 from lightning_smp.lightning.refusals import check_trainer
-from lightning_smp.lightning.scaler import make_scaler
 from lightning_smp.lightning.steps import Steps
-from lightning_smp.partitioning import report
 from lightning_smp.placed.metrics import find_metrics
-from lightning_smp.placed.random import DrawState, mix_seed, seed_everywhere
-from lightning_smp.placed.runtime import Runtime
-from lightning_smp.placed.seeding import SeededUnits
-from lightning_smp.weights.ownership import Ownership, materialize
-from lightning_smp.weights.sharing import SharingGroups
-from lightning_smp.wire import broadcast_object
+from lightning_smp.weights.clip import clip_grad_norm
 
 __all__ = ["StrategyCore", "make_strategy_class"]
 
@@ -52,6 +40,7 @@ class StrategyCore(Steps):
         self,
         pipeline_parallel_degree: int | None = None,
         tensor_parallel_degree: int | None = None,
+        tensor_parallel_weights: str | None = None,
         microbatches: int | None = None,
         pipeline: Literal["simple", "interleaved"] | None = None,
         placement_strategy: str | None = None,
@@ -80,6 +69,7 @@ class StrategyCore(Steps):
         Args:
             pipeline_parallel_degree: number of stages.
             tensor_parallel_degree: ranks that split one module.
+            tensor_parallel_weights: "slice" of the original's, or "reinit".
             microbatches: parts of a batch that are in the pipeline at once.
             pipeline: order of forwards and backwards.
             placement_strategy: "cluster", "spread" or an order of the letters D, P and T.
@@ -118,6 +108,7 @@ class StrategyCore(Steps):
             {
                 "pipeline_parallel_degree": pipeline_parallel_degree,
                 "tensor_parallel_degree": tensor_parallel_degree,
+                "tensor_parallel_weights": tensor_parallel_weights,
                 "microbatches": microbatches,
                 "pipeline": pipeline,
                 "placement_strategy": placement_strategy,
@@ -148,20 +139,27 @@ class StrategyCore(Steps):
         if fitting and self._layer_sync:
             self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model, self.groups.dp)
         self.precision_plugin.convert_module(self.model)
+        self._distribute()
         self._adopt_module()
         if self.groups.pp_size == 1:
             self.model_to_device()
-            self._sync_replicas()
+            self.deployment.sync_replicas()
         if fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             check_trainer(trainer, self.lightning_module, self.config, self.optimizers)
         self.setup_precision_plugin()
         for metric in find_metrics(self.lightning_module):
-            metric.process_group = self.groups.dp  # the ranks of one replica hold equal states
-        if fitting and (self.groups.pp_size == 1 or self._ownership is not None):
+            # The ranks that hold the same batch hold equal states.
+            metric.process_group = self.groups.data_group(self.config.prescaled_batch)
+        if fitting and (self.groups.pp_size == 1 or self.deployment.is_placed):
             self._optimizers_to_device(self.root_device)
         self._seed_replica()
+
+    def _distribute(self) -> None:
+        """Splits modules over the tensor groups, before optimizers exist. Collective over tp."""
+        say = self._import("utilities.rank_zero").rank_zero_info
+        distribute_model(self.lightning_module, self.config, self.groups, say)
 
     def _adopt_module(self) -> None:
         """Takes over what an earlier stage or strategy did to the module."""
@@ -170,22 +168,45 @@ class StrategyCore(Steps):
         state = None if mark is None else mark.strategy
         if state is self:
             return
-        self._ownership, self._engine, self._sharing = None, None, None
-        if isinstance(state, StrategyCore) and state._partition is not None:
-            if state._partition.num_stages != self.groups.pp_size:
-                raise UnsupportedError(
-                    f"this module is split over {state._partition.num_stages} stages, and the "
-                    f"strategy has pipeline_parallel_degree={self.groups.pp_size}. Make a new "
-                    "module and load a checkpoint, or use the same degree."
-                )
-            assert state._runtime is not None
-            state._runtime.leave_module()
-            self._install(state._partition)
+        assert self._backend is not None
+        self._deployment = Deployment(
+            module, self.config, self.groups, self.root_device, self._backend
+        )
+        former = state.deployment if isinstance(state, StrategyCore) else None
+        partition = None if former is None else former.partition
+        if partition is not None and partition.num_stages != self.groups.pp_size:
+            raise UnsupportedError(
+                f"this module is split over {partition.num_stages} stages, and the strategy has "
+                f"pipeline_parallel_degree={self.groups.pp_size}. Make a new module and load a "
+                "checkpoint, or use the same degree."
+            )
+        if former is not None:
+            former.leave()
+        if partition is not None:
+            self._deployment.install(partition, self.optimizers)
         module.__dict__["_smp_mark"] = _Mark(self)
 
     def model_to_device(self) -> None:
         """Moves the whole module, where there is one stage."""
+        realize_module(self.model, self.root_device)
         self.model.to(self.root_device)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Where `configure_model` and `Trainer.init_module` build a module.
+
+        Args:
+            empty_init: whether parameters get their memory at the split only; by default if
+                ``delayed_parameter_initialization`` is set. They get the values that they would
+                have had, so a checkpoint need not follow.
+        """
+        delays = self.config.delayed_parameter_initialization if empty_init is None else empty_init
+        if delays:
+            with self.precision_plugin.tensor_init_context(), deferring():
+                yield
+        else:
+            with super().tensor_init_context(empty_init):  # type: ignore[misc]
+                yield
 
     def setup_precision_plugin(self) -> None:
         """Gives the precision plugin a global norm and a scaler that all ranks agree on."""
@@ -199,96 +220,29 @@ class StrategyCore(Steps):
             plugin.scaler = make_scaler(scaler, self.groups.world, self.root_device)
 
     def _clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        group = self.groups.pp if self.groups.pp_size > 1 else None
         parameters = self.precision_plugin.main_params(optimizer)
-        clip_grad_norm(parameters, clip_val, self.ownership, group)
+        clip_grad_norm(parameters, clip_val, self.ownership, self.deployment.norm_group)
 
     def _seed_replica(self) -> None:
         """Seeds by dp_rank and gives all stages of a replica one random state."""
-        groups, device = self.groups, self.root_device
         given = os.environ.get("PL_GLOBAL_SEED")
-        base = int(given) if given else torch.initial_seed() & ((1 << 62) - 1)
-        self._seed = broadcast_object(base, 0, groups.world_control)
-        if groups.dp_size > 1 and given and groups.dp_rank > 0:
-            seed_everywhere(mix_seed(self._seed, groups.dp_rank), device)
-        if groups.pp_size > 1:
-            state = DrawState(device).to_plain()
-            leader = groups.topology.group("pp", groups.rank)[0]
-            shared = broadcast_object(state, leader, groups.control)
-            DrawState.from_plain(shared, device).restore()
-
-    def _sync_replicas(self) -> None:
-        if self.groups.dp_size > 1:
-            source = self.groups.topology.group("dp", self.groups.rank)[0]
-            sync_weights(self.lightning_module, self.groups.dp, source)
+        self.deployment.seed_replica(int(given) if given else None)
 
     def _ensure_ready(self, name: str, args: tuple[Any, ...]) -> None:
         """At the first step: splits the model over the stages. Collective over the world."""
-        if self._sharing is not None and self._ownership is not None:
-            return
-        config, groups = self.config, self.groups
-        if groups.pp_size > 1 and self._ownership is None:
-            precision = self._precision_context(name)
+        precision = self._precision_context(name)
+        was_split = self.deployment.is_split
 
-            def call(copy: Any, batch: Any) -> Any:
-                with precision():
-                    return getattr(copy, name)(batch, *args[1:])
+        def call(copy: Any, batch: Any) -> Any:
+            with precision():
+                return getattr(copy, name)(batch, *args[1:])
 
-            partition = plan_model(
-                self.lightning_module, call, args[0], groups.pp_size,
-                Control(groups.topology.group("pp", groups.rank), groups.control),
-                memory_weight=config.partition_memory_weight,
-                tied_parameters=config.tied_parameters,
-                default_partition=config.default_partition,
-                manual=None if config.auto_partition else {},
-            )  # fmt: skip
-            say = self._import("utilities.rank_zero").rank_zero_info  # Lightning's log is shown
-            say(report(partition, self.lightning_module))
-            self._install(partition)
-            self._sync_replicas()
-            self._optimizers_to_device(self.root_device)
-        if self._ownership is None:
-            self._ownership = Ownership.whole(self.lightning_module)
-            if config.reproducible:
-                self._seeding = SeededUnits(self.lightning_module, self.root_device)
-                self._seeding.install()
-        self._sharing = self._make_sharing()
-
-    def _directions(self) -> Directions | None:
-        """Groups of neighbours, where the backend needs them. Collective over the world."""
-        if self._backend != "nccl":
-            return None
-        timeout = timedelta(seconds=self.config.timeout)
-        return make_directions(self.groups.topology, self.groups.rank, timeout)
-
-    def _make_sharing(self) -> SharingGroups:
-        """The groups that gradients are summed over. Collective over the world."""
-        assert self._ownership is not None
-        topology = self.groups.topology
-        stage_ranks = [
-            [r for r in range(topology.size) if topology.pp_rank(r) == stage]
-            for stage in range(topology.pp_size)
-        ]
-        timeout = timedelta(seconds=self.config.timeout)
-        return SharingGroups(
-            self._ownership, stage_ranks,
-            lambda ranks: dist.new_group(list(ranks), timeout, backend=self._backend),
+        self.deployment.ensure_ready(
+            call, args[0], optimizers=self.optimizers,
+            say=self._import("utilities.rank_zero").rank_zero_info,  # Lightning's log is shown
         )  # fmt: skip
-
-    def _install(self, partition: Any) -> None:
-        groups = self.groups
-        ranks = groups.topology.group("pp", groups.rank)
-        self._partition = partition
-        self._runtime = Runtime(groups.pp_rank, groups.pp_size, self.root_device)
-        self._ownership = install_units(self.lightning_module, partition, self._runtime)
-        place_weights(self.lightning_module, self._ownership, self._runtime, self.optimizers)
-        self._engine = PipelineEngine(
-            self._runtime,
-            Channels(ranks, groups.pp, self.root_device, self._directions()),
-            Control(ranks, groups.control),
-            pipeline=self.config.pipeline,
-            active_microbatches=self.config.active_microbatches,
-        )
+        if self.deployment.is_split and not was_split:
+            self._optimizers_to_device(self.root_device)
 
     def teardown(self) -> None:
         """Moves what this rank holds to the host."""
@@ -297,8 +251,8 @@ class StrategyCore(Steps):
             self._watch = None
         host = torch.device("cpu")
         self._optimizers_to_device(host)
-        if self._ownership is not None and self._engine is not None:
-            materialize(self.lightning_module, self._ownership, host)
+        if self._deployment is not None:
+            self._deployment.to(host)
         elif self.lightning_module is not None:
             self.lightning_module.cpu()
         self.precision_plugin.teardown()

@@ -23,6 +23,8 @@ _ATEN = torch.ops.aten
 _GATHERS = frozenset(
     {_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather, _ATEN.select_scatter}
 )
+# A fake step runs on the CPU, whose attention torch does not count; the formula is the same.
+_CPU_ATTENTION = _ATEN._scaled_dot_product_flash_attention_for_cpu
 _UNINITIALISED = frozenset({_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty})
 
 
@@ -195,7 +197,9 @@ class CostWatch(TorchDispatchMode):
             return
         results = _tensors(out)
         operands = _tensors((args, kwargs))
-        formula = flop_registry.get(func._overloadpacket)
+        packet = func._overloadpacket
+        counted = _ATEN._scaled_dot_product_flash_attention if packet is _CPU_ATTENTION else packet
+        formula = flop_registry.get(counted)
         flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
         moved = _moved_bytes(func, operands, results)
         tally = self._current()

@@ -26,11 +26,13 @@ from lightning_smp.partitioning.sharing import (
     find_ties,
     shared_tensors,
 )
-from lightning_smp.partitioning.split import Item, solve
+from lightning_smp.partitioning.split import Item, solve, stage_costs
+from lightning_smp.partitioning.tree import solve_tree
 
 __all__ = ["Partition", "plan_partition"]
 
 TiedParameters = Literal["auto", "together", "mirrored"]
+Policy = Literal["contiguous", "tree"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +52,7 @@ class Partition:
         costs: By atom name.
         slowest: Weighted share of the slowest stage, None if assigned by hand.
         reason: Why costs are parameter counts only, or None.
+        virtual_stages: How many contiguous chunks of the model a stage was given.
     """
 
     stage_of: Mapping[str, int]
@@ -62,6 +65,7 @@ class Partition:
     costs: Mapping[str, AtomCost]
     slowest: float | None = None
     reason: str | None = None
+    virtual_stages: int = 1
 
     @property
     def empty_stages(self) -> tuple[int, ...]:
@@ -95,8 +99,14 @@ def plan_partition(
     default_partition: int | None = 0,
     manual: Mapping[str, int] | None = None,
     memory_limit: float | None = None,
+    virtual_stages: int = 1,
+    policy: Policy = "contiguous",
 ) -> Partition:
     """Assigns every atom to a stage.
+
+    With ``virtual_stages`` of v the model is split into v times as many contiguous chunks as there
+    are stages, and chunk c lives on stage ``c % num_stages``: a microbatch passes every stage v
+    times (interleaved schedules, Narayanan et al. 2021).
 
     Args:
         root: The module tree.
@@ -111,6 +121,9 @@ def plan_partition(
             unused.
         memory_limit: Most bytes on a stage for parameters, gradients, optimizer states and
             activations (automatic split only).
+        virtual_stages: Chunks of the model per stage, at least 1 (automatic split only).
+        policy: ``contiguous``: the exact split in execution order; ``tree``: SMP's rule, down the
+            module tree (automatic split only).
 
     Raises:
         PartitionError: An argument out of range, an unknown module, a division of what is never
@@ -119,13 +132,15 @@ def plan_partition(
     """
     if num_stages < 1:
         raise PartitionError(f"Asked for {num_stages} stages; there must be at least 1.")
+    _check_virtual(virtual_stages, manual, policy)
     ties = find_ties(root, atoms, analysis.mutable_buffers)
     flow = trace_flow(analysis, atoms, ties)
     slowest: float | None = None
     if manual is None:
+        items = _items(flow, analysis, atoms, ties, num_stages, virtual_stages)
         heads, mode, slowest = _automatic(
-            _items(flow, analysis, atoms, ties, num_stages),
-            flow, num_stages, memory_weight, memory_limit, tied_parameters,
+            items, flow, num_stages, virtual_stages, memory_weight, memory_limit, tied_parameters,
+            policy,
         )  # fmt: skip
         stage_of, assigned = flow.spread(heads), frozenset[str]()
     else:
@@ -144,32 +159,65 @@ def plan_partition(
         costs=MappingProxyType(dict(analysis.costs)),
         slowest=slowest,
         reason=analysis.reason,
+        virtual_stages=virtual_stages,
     )
     _check_sharing(partition, analysis, tied_parameters)
     return partition
+
+
+def _check_virtual(virtual_stages: int, manual: Mapping[str, int] | None, policy: Policy) -> None:
+    if virtual_stages < 1:
+        raise PartitionError(f"Asked for {virtual_stages} chunks a stage; there must be 1 or more.")
+    if virtual_stages > 1 and manual is not None:
+        raise PartitionError(
+            f"Asked for {virtual_stages} chunks a stage and for a partition by hand, which says "
+            "itself how often a microbatch passes a stage: assign modules to the stages in turn "
+            "(0, 1, 0, 1), or leave the split to the library."
+        )
+    if virtual_stages > 1 and policy == "tree":
+        raise PartitionError(
+            f"Asked for {virtual_stages} chunks a stage and partition_policy='tree', which knows "
+            "none: use 'contiguous', or one chunk a stage."
+        )
 
 
 def _automatic(
     items: list[Item],
     flow: Flow,
     num_stages: int,
+    virtual_stages: int,
     memory_weight: float,
     memory_limit: float | None,
     tied: TiedParameters,
+    policy: Policy,
 ) -> tuple[dict[str, int], Literal["together", "mirrored"], float]:
-    found = solve(items, num_stages, memory_weight, memory_limit, tied=tied)
-    return dict(zip(flow.heads, found.stages, strict=True)), found.tied, found.slowest
+    if policy == "tree":
+        found = solve_tree(flow.heads, items, num_stages, memory_weight, memory_limit, tied=tied)
+        return dict(zip(flow.heads, found.stages, strict=True)), found.tied, found.slowest
+    # A stage holds one chunk of each round, so chunks within their share of the limit are enough.
+    chunk_limit = None if memory_limit is None else memory_limit / virtual_stages
+    num_chunks = num_stages * virtual_stages
+    found = solve(items, num_chunks, memory_weight, chunk_limit, tied=tied)
+    stages = [chunk % num_stages for chunk in found.stages]
+    slowest = max(stage_costs(items, stages, num_stages, memory_weight))
+    return dict(zip(flow.heads, stages, strict=True)), found.tied, slowest
 
 
 def _items(
-    flow: Flow, analysis: Analysis, atoms: tuple[Atom, ...], ties: TieGroups, num_stages: int
+    flow: Flow,
+    analysis: Analysis,
+    atoms: tuple[Atom, ...],
+    ties: TieGroups,
+    num_stages: int,
+    virtual_stages: int,
 ) -> list[Item]:
     """One item for each head, with the memory of what follows it.
 
-    With p stages the first keeps the activations of p microbatches and the last those of one; an
-    item must be weighed before its stage is known, so each counts as the average.
+    With p stages the first keeps the activations of p microbatches and the last those of one, and
+    with v virtual stages rank r keeps those of 2 (p - r) - 1 + (v - 1) p chunks; an item must be
+    weighed before its stage is known, so each counts as the average over ranks and chunks.
     """
-    in_flight = (num_stages + 1) / 2
+    in_flight = (num_stages + 1) / 2 if virtual_stages == 1 else float(num_stages)
     by_name = {atom.name: atom for atom in atoms}
     items = []
     for head in flow.heads:

@@ -134,6 +134,11 @@ def _notes(partition: Partition) -> Iterable[str]:
             f"Costs are parameter counts in module order, because the model could not be analysed "
             f"({partition.reason})."
         )
+    if partition.virtual_stages > 1:
+        yield (
+            f"Each stage holds {partition.virtual_stages} chunks of the model: a microbatch passes "
+            "the stages as often."
+        )
     for stage in partition.empty_stages:
         yield f"Stage {stage} is empty: there are too few units, or none was assigned to it."
     for shared in partition.sharing:

@@ -24,7 +24,7 @@ from typing import Literal
 
 from lightning_smp.errors import PartitionError
 
-__all__ = ["Item", "Split", "solve", "split", "stage_costs"]
+__all__ = ["Item", "Split", "solve", "split", "stage_costs", "stage_memories"]
 
 Tied = Literal["auto", "together", "mirrored"]
 
@@ -150,7 +150,7 @@ def _does_not_fit(
     assert memory_limit is not None  # without a limit every split is a solution
     free = _solve(items, num_stages, 1.0, None, mode)
     assert free is not None
-    needed = max(_memories(items, free.stages, num_stages))
+    needed = max(stage_memories(items, free.stages, num_stages))
     return PartitionError(
         f"No split of the model over {num_stages} stages keeps every stage within the memory "
         f"limit of {memory_limit:.0f} bytes; the best one needs {needed:.0f} bytes on its fullest "
@@ -158,7 +158,8 @@ def _does_not_fit(
     )
 
 
-def _memories(items: Sequence[Item], stages: Sequence[int], num_stages: int) -> list[float]:
+def stage_memories(items: Sequence[Item], stages: Sequence[int], num_stages: int) -> list[float]:
+    """Returns the bytes that each stage holds, what a group shares counted once a stage."""
     costs = _Costs(items, 1.0, math.inf)
     return [
         costs.load([i for i, s in enumerate(stages) if s == stage]).memory

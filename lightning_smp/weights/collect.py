@@ -7,7 +7,7 @@ sends the tensors as raw bytes. Nobody but the writer holds more than its own pa
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
 
 import torch
@@ -35,6 +35,9 @@ class PipelineLinks:
         pp_rank: this rank's stage.
         device: where messages of `group` must lie: the CPU for gloo, this rank's GPU for NCCL.
         writer: global rank of the writer; other pipelines have nothing to do.
+        tensor_group: holds the ranks of this tensor group; None if it is one rank.
+        tensor_ranks: their global ranks.
+        tp_rank_of: position in its tensor group of each rank of this replica.
     """
 
     group: dist.ProcessGroup | None
@@ -42,6 +45,9 @@ class PipelineLinks:
     pp_rank: int
     device: torch.device
     writer: int = 0
+    tensor_group: dist.ProcessGroup | None = None
+    tensor_ranks: tuple[int, ...] = ()
+    tp_rank_of: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def over(cls, groups: Groups, device: torch.device) -> PipelineLinks:
@@ -52,7 +58,28 @@ class PipelineLinks:
             ranks=groups.topology.group("pp", groups.rank),
             pp_rank=groups.pp_rank,
             device=torch.device("cpu") if is_gloo else device,
+            tensor_group=groups.tp if groups.tp_size > 1 else None,
+            tensor_ranks=groups.topology.group("tp", groups.rank),
+            tp_rank_of={
+                rank: groups.topology.tp_rank(rank)
+                for rank in groups.topology.group("mp", groups.rank)
+            },
         )
+
+    def over_tensor_group(self) -> PipelineLinks | None:
+        """Return links to the member of this tensor group that is in the writer's pipeline.
+
+        None where there is no group, or the writer is in another replica.
+        """
+        place = self.tp_rank_of.get(self.writer)
+        if self.tensor_group is None or place is None:
+            return None
+        rank = self.tensor_ranks.index(self.ranks[self.pp_rank])
+        leader = self.tensor_ranks[place]
+        return PipelineLinks(
+            group=self.tensor_group, ranks=self.tensor_ranks, pp_rank=rank, device=self.device,
+            writer=leader,
+        )  # fmt: skip
 
     @property
     def writer_stage(self) -> int | None:

@@ -9,6 +9,10 @@ Note: one order for everybody. Buckets are made from the parameters that *all* r
 global order, and each rank issues those it takes part in by that order. Members of one group
 therefore meet in the same sequence; ranks that belong to several groups cannot wait in a circle.
 
+Note: tensor parallelism. Split parameters, and whole ones in a distributed module's work, already
+have the gradient of the tensor group's samples, so only the ranks with the same tp_rank sum them.
+Without a peer of that kind they are scaled in place.
+
 Note: gradients move, once. Launching a bucket copies its gradients into one flat buffer, scaled by
 w_r / W beforehand (half precision cannot overflow in the sum), and hands out views of it as the new
 gradients, so that the old ones are freed bucket by bucket.
@@ -18,15 +22,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smp.errors import ScheduleError, UnsupportedError
+from lightning_smp.weights.comm_hook import CommHook, HookBucket
 from lightning_smp.weights.ownership import Ownership
-from lightning_smp.weights.sharing import SharingGroups, Stages, WeightAgreement
+from lightning_smp.weights.sharing import Sharers, SharingGroups, WeightAgreement, sharers_of
 
 __all__ = ["GradientReducer", "GradientStore"]
 
@@ -53,7 +58,7 @@ class GradientStore:
 class _Bucket:
     """Parameters whose gradients travel together; `flat` lives from launch to finish."""
 
-    stages: Stages
+    sharers: Sharers
     group: dist.ProcessGroup
     parameters: list[nn.Parameter] = field(default_factory=list)
     size_bytes: int = 0
@@ -61,6 +66,7 @@ class _Bucket:
     missing: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     flat: Tensor | None = None
     work: dist.Work | None = None
+    future: torch.futures.Future[Any] | None = None
 
 
 class GradientReducer:
@@ -83,6 +89,7 @@ class GradientReducer:
         parameters: Iterable[nn.Parameter] | None = None,
         store: GradientStore | None = None,
         bucket_bytes: int = _DEFAULT_BUCKET_BYTES,
+        comm_hook: CommHook | None = None,
     ) -> None:
         """Makes the buckets; make a new reducer when parameters are frozen or thawed.
 
@@ -94,6 +101,11 @@ class GradientReducer:
                 end of this order, where backward begins.
             store: where gradients live, `p.grad` by default.
             bucket_bytes: a bucket is closed when it has reached this size.
+            comm_hook: reduces each bucket over the replicas instead of an all-reduce.
+
+        Raises:
+            UnsupportedError: a hook, and a parameter with copies on several stages or parts on
+                several tensor-parallel ranks.
         """
         self._ownership = ownership
         self._groups = groups
@@ -102,20 +114,33 @@ class GradientReducer:
         trainable = [parameter for parameter in everyone if parameter.requires_grad]
         self._buckets = _make_buckets(trainable, ownership, groups, bucket_bytes)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        # Nobody else holds these, but their gradients count for the whole tensor group.
+        self._alone = [
+            parameter
+            for parameter in trainable
+            if ownership.tensor.sees_group(parameter)
+            and ownership.is_local(parameter)
+            and parameter not in self._bucket_of
+        ]
         self._next = 0
         self._active = False
         self._agreement: WeightAgreement | None = None
+        self._share = 1.0
+        self._comm_hook = comm_hook
+        if comm_hook is not None:
+            self._refuse_mirrored()
 
     @property
     def communicates(self) -> bool:
-        """Whether this rank exchanges any gradient."""
-        return bool(self._buckets)
+        """Whether this rank exchanges or scales any gradient."""
+        return bool(self._buckets or self._alone)
 
-    def start(self, weight: float | None) -> None:
+    def start(self, weight: float | None, *, share: float = 1.0) -> None:
         """Begin a step in which this replica's gradients count with `weight` (its samples).
 
         None says that the gradients are this replica's share of the mean already (or of a sum
-        over accumulated batches, each weighted by its own `WeightAgreement`): a plain sum follows.
+        over accumulated batches, each weighted by its own `WeightAgreement`): a plain sum follows,
+        of ``share`` times the gradients.
         All ranks of a replica give the same weight, and all replicas a number or all None.
 
         Collective over the replicas; does not block.
@@ -125,12 +150,12 @@ class GradientReducer:
         """
         if self._active:
             raise ScheduleError("A gradient reduction was started before the last was finished.")
-        self._active, self._next, self._agreement = True, 0, None
+        self._active, self._next, self._agreement, self._share = True, 0, None, share
         for bucket in self._buckets:
             bucket.pending = set(bucket.parameters)
         dp_group = self._groups.dp_group
-        if self._buckets and dp_group is not None and weight is not None:
-            device = self._buckets[0].parameters[0].device
+        if self.communicates and dp_group is not None and weight is not None:
+            device = [*self._bucket_of, *self._alone][0].device
             size = len(self._groups.dp_ranks)
             self._agreement = WeightAgreement(weight, dp_group, size, device)
 
@@ -168,11 +193,18 @@ class GradientReducer:
         while self._next < len(self._buckets):
             self._launch(self._buckets[self._next])
         presence = self._exchange_presence()
+        with torch.no_grad():
+            for parameter in self._alone:
+                gradient = self._dense_gradient(parameter)
+                if gradient is not None:
+                    self._scale(gradient, True)
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
+            if bucket.future is not None:
+                _take_result(bucket)
             self._deliver(bucket, presence)
-            bucket.flat = bucket.work = None
+            bucket.flat = bucket.work = bucket.future = None
             bucket.missing.clear()
         self._active = False
 
@@ -185,7 +217,7 @@ class GradientReducer:
         ]
         with torch.no_grad():
             flat = torch.cat([part.detach().reshape(-1) for part in parts])
-            self._scale(flat)
+            self._scale(flat, bucket.sharers[1])
         views = flat.split([part.numel() for part in parts])
         for parameter, gradient, view in zip(bucket.parameters, gradients, views, strict=True):
             shaped = view.view(parameter.shape)
@@ -194,10 +226,34 @@ class GradientReducer:
             else:
                 self._store.set(parameter, shaped)
         bucket.flat = flat
-        bucket.work = dist.all_reduce(flat, group=bucket.group, async_op=True)
+        if self._comm_hook is None:
+            bucket.work = self._groups.all_reduce(bucket.sharers, flat)
+            return
+        seen = HookBucket(
+            self._next - 1, flat, bucket.parameters, is_last=self._next == len(self._buckets)
+        )
+        bucket.future = self._comm_hook(seen)
 
-    def _scale(self, flat: Tensor) -> None:
-        share = 1.0 if self._agreement is None else self._agreement.share()
+    def _refuse_mirrored(self) -> None:
+        if self._ownership.tensor.is_active:
+            raise UnsupportedError(
+                "register_comm_hook: gradients of distributed modules are reduced over other ranks "
+                "than those of the rest, which a hook over the replicas does not do. Use "
+                "tensor_parallel_degree=1, or no hook."
+            )
+        for bucket in self._buckets:
+            if len(bucket.sharers[0]) > 1:
+                name = self._ownership.name_of(bucket.parameters[0])
+                raise UnsupportedError(
+                    f"register_comm_hook: the parameter {name!r} has copies on stages "
+                    f"{bucket.sharers[0]}, whose gradients must be summed, which a hook over the "
+                    'replicas does not do. Use tied_parameters="together".'
+                )
+
+    def _scale(self, flat: Tensor, sees_group: bool) -> None:
+        share = self._share if self._agreement is None else self._agreement.share()
+        if sees_group:
+            share *= self._ownership.tensor.group_factor
         if share == 0.0:
             flat.zero_()  # the mean over no samples is NaN, and 0 * NaN would spread
         elif share != 1.0:
@@ -213,26 +269,25 @@ class GradientReducer:
             )
         return gradient
 
-    def _exchange_presence(self) -> dict[Stages, tuple[Tensor, dist.Work | None]]:
+    def _exchange_presence(self) -> dict[Sharers, tuple[Tensor, dist.Work | None]]:
         """Start, per group, the agreement on which parameters have a gradient on any member."""
-        presence: dict[Stages, tuple[Tensor, dist.Work | None]] = {}
-        for stages, buckets in _by_stages(self._buckets).items():
+        presence: dict[Sharers, tuple[Tensor, dist.Work | None]] = {}
+        for sharers, buckets in _by_sharers(self._buckets).items():
             flags = [p not in bucket.missing for bucket in buckets for p in bucket.parameters]
             device = buckets[0].parameters[0].device
             tensor = torch.tensor(flags, dtype=torch.uint8, device=device)
-            operation = dist.ReduceOp.MAX
-            work = dist.all_reduce(tensor, operation, group=buckets[0].group, async_op=True)
-            presence[stages] = (tensor, work)
+            work = self._groups.all_reduce(sharers, tensor, dist.ReduceOp.MAX)
+            presence[sharers] = (tensor, work)
         return presence
 
     def _deliver(
-        self, bucket: _Bucket, presence: dict[Stages, tuple[Tensor, dist.Work | None]]
+        self, bucket: _Bucket, presence: dict[Sharers, tuple[Tensor, dist.Work | None]]
     ) -> None:
-        flags, work = presence[bucket.stages]
+        flags, work = presence[bucket.sharers]
         if work is not None:
             work.wait()
         if bucket.missing:  # only here is the answer read: elsewhere the device need not be awaited
-            members = (p for b in _by_stages(self._buckets)[bucket.stages] for p in b.parameters)
+            members = (p for b in _by_sharers(self._buckets)[bucket.sharers] for p in b.parameters)
             for parameter, present in zip(members, flags.tolist(), strict=True):
                 if present and parameter in bucket.missing:
                     self._store.set(parameter, bucket.missing[parameter])
@@ -244,6 +299,17 @@ class GradientReducer:
                 self._store.set(parameter, torch.empty_like(parameter).copy_(gradient))
 
 
+@torch.no_grad()
+def _take_result(bucket: _Bucket) -> None:
+    """Puts what a communication hook gave into the bucket, whose views are the gradients."""
+    assert bucket.flat is not None
+    assert bucket.future is not None
+    given = bucket.future.wait()
+    result = given[0] if isinstance(given, (list, tuple)) else given
+    if result.data_ptr() != bucket.flat.data_ptr():
+        bucket.flat.copy_(result.view_as(bucket.flat))
+
+
 def _make_buckets(
     parameters: Sequence[nn.Parameter],
     ownership: Ownership,
@@ -251,27 +317,27 @@ def _make_buckets(
     bucket_bytes: int,
 ) -> list[_Bucket]:
     """Return this rank's buckets in the global order: by the place of their last parameter."""
-    is_open: dict[tuple[Stages, torch.dtype, torch.device], _Bucket] = {}
+    is_open: dict[tuple[Sharers, torch.dtype, torch.device], _Bucket] = {}
     closed: list[_Bucket] = []
     place = {parameter: index for index, parameter in enumerate(reversed(parameters))}
     for parameter in place:
-        stages = ownership.stages_of(parameter)
-        group = groups[stages] if ownership.is_local(parameter) else None
+        sharers = sharers_of(parameter, ownership)
+        group = groups[sharers] if ownership.is_local(parameter) else None
         if group is None:
             continue
-        key = (stages, parameter.dtype, parameter.device)
-        bucket = is_open.setdefault(key, _Bucket(stages, group))
+        key = (sharers, parameter.dtype, parameter.device)
+        bucket = is_open.setdefault(key, _Bucket(sharers, group))
         bucket.parameters.append(parameter)
-        bucket.size_bytes += parameter.numel() * parameter.element_size()
+        bucket.size_bytes += ownership.tensor.mean_numel(parameter) * parameter.element_size()
         if bucket.size_bytes >= bucket_bytes:
             closed.append(is_open.pop(key))
     buckets = closed + list(is_open.values())
     return sorted(buckets, key=lambda bucket: place[bucket.parameters[-1]])
 
 
-def _by_stages(buckets: Iterable[_Bucket]) -> dict[Stages, list[_Bucket]]:
+def _by_sharers(buckets: Iterable[_Bucket]) -> dict[Sharers, list[_Bucket]]:
     """Return the buckets of each group, groups in the order that all ranks share."""
-    found: dict[Stages, list[_Bucket]] = {}
+    found: dict[Sharers, list[_Bucket]] = {}
     for bucket in buckets:
-        found.setdefault(bucket.stages, []).append(bucket)
+        found.setdefault(bucket.sharers, []).append(bucket)
     return dict(sorted(found.items()))

@@ -14,9 +14,18 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from lightning_smp.deferred import attribute_tensors, become, realize
 from lightning_smp.errors import PartitionError
+from lightning_smp.weights.tensor_split import TensorSplit
 
-__all__ = ["Ownership", "forget_foreign_state", "materialize", "placeholder_like", "release"]
+__all__ = [
+    "Ownership",
+    "forget_foreign_state",
+    "make_whole",
+    "materialize",
+    "placeholder_like",
+    "release",
+]
 
 
 class Ownership:
@@ -28,6 +37,7 @@ class Ownership:
     Attributes:
         pp_rank: this rank's stage.
         pp_size: number of stages.
+        tensor: which parameters are split over a tensor group.
     """
 
     def __init__(
@@ -57,6 +67,7 @@ class Ownership:
         """
         self.pp_rank: Final = pp_rank
         self.pp_size: Final = pp_size
+        self.tensor: Final = TensorSplit.of(module)
         self._units = {name: (stage,) for name, stage in (units or {}).items()}
         named_parameters = list(module.named_parameters(remove_duplicate=False))
         named_buffers = list(module.named_buffers(remove_duplicate=False))
@@ -120,8 +131,11 @@ class Ownership:
         return self.pp_rank in self.stages_of(parameter)
 
     def counts_here(self, parameter: nn.Parameter) -> bool:
-        """Return whether this rank is the owner: sums over stages count each parameter once."""
-        return self.owner(parameter) == self.pp_rank
+        """Return whether this rank adds the parameter to a sum over all stages (and tp ranks).
+
+        One rank of a replica does, or, where the parameter is split, each with its part.
+        """
+        return self.owner(parameter) == self.pp_rank and self.tensor.counts_here(parameter)
 
     def stages_of_name(self, name: str) -> tuple[int, ...] | None:
         """Return the stages of a parameter or buffer by name, None if there is none such."""
@@ -170,11 +184,13 @@ def release(module: nn.Module, ownership: Ownership, device: torch.device | None
 def materialize(module: nn.Module, ownership: Ownership, device: torch.device) -> None:
     """Move the local parameters and buffers of `module` to `device`, and let others report it.
 
-    Unlike `module.to(device)` this gives placeholders no memory.
+    Unlike `module.to(device)` this gives placeholders no memory. Deferred ones get their values,
+    one after the other, so that the host holds one at a time.
 
     Raises:
         PartitionError: a local parameter is on the meta device, so it has no values to move.
     """
+    realize(_local_tensors(module, ownership), device)
     for parameter in ownership.parameters():
         if not ownership.is_local(parameter):
             continue
@@ -196,6 +212,31 @@ def materialize(module: nn.Module, ownership: Ownership, device: torch.device) -
             moved[id(buffer)] = buffer.to(device)
         owner._buffers[local_name] = moved[id(buffer)]
     release(module, ownership, device)
+
+
+def _local_tensors(module: nn.Module, ownership: Ownership) -> Iterator[Tensor]:
+    """Yield the parameters, buffers and other tensors of this stage's modules."""
+    for parameter in ownership.parameters():
+        if ownership.is_local(parameter):
+            yield parameter
+    for _, _, name, buffer in _named_buffers(module):
+        if ownership.pp_rank in (ownership.stages_of_name(name) or (ownership.pp_rank,)):
+            yield buffer
+    for inner in module.modules():
+        if all(ownership.is_local(p) for p in inner.parameters() if p in ownership):
+            yield from attribute_tensors(inner)
+
+
+def make_whole(module: nn.Module, ownership: Ownership) -> None:
+    """Moves `module` to the host and gives its placeholders memory there, without values yet."""
+    host = torch.device("cpu")
+    materialize(module, ownership, host)
+    for parameter in ownership.parameters():
+        if not ownership.is_local(parameter):
+            _set_data(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=host))
+    for owner, local_name, name, buffer in _named_buffers(module):
+        if ownership.pp_rank not in (ownership.stages_of_name(name) or (ownership.pp_rank,)):
+            owner._buffers[local_name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=host)
 
 
 def forget_foreign_state(optimizer: torch.optim.Optimizer, ownership: Ownership) -> None:
@@ -228,9 +269,7 @@ def _set_data(parameter: nn.Parameter, data: Tensor) -> None:
         parameter.data = data
         return
     # Meta and real tensors differ in their implementation: the whole tensor is exchanged.
-    fresh = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    fresh.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, fresh)
+    become(parameter, data)
 
 
 def _named_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:

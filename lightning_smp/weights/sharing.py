@@ -8,25 +8,41 @@ from typing import Final, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from lightning_smp.errors import UnsupportedError
+from lightning_smp.native.throttle import throttle_for
 from lightning_smp.weights.ownership import Ownership
 
-__all__ = ["SharingGroups", "Stages", "WeightAgreement"]
+__all__ = ["Sharers", "SharingGroups", "Stages", "WeightAgreement", "sharers_of"]
 
 Stages: TypeAlias = tuple[int, ...]
+Sharers: TypeAlias = tuple[Stages, bool]
+"""Who holds copies of a parameter: the stages, and whether only ranks of the same tp_rank do."""
 MakeGroup: TypeAlias = Callable[[tuple[int, ...]], "dist.ProcessGroup | None"]
 
 
+def sharers_of(parameter: nn.Parameter, ownership: Ownership) -> Sharers:
+    """Return who the gradient of a parameter is summed over.
+
+    Over dp; over rdp where it comes from the samples of the whole tensor group already.
+    """
+    return ownership.stages_of(parameter), ownership.tensor.sees_group(parameter)
+
+
 class SharingGroups:
-    """The process groups over which gradients are summed, one per distinct set of stages.
+    """The process groups over which gradients are summed, one per distinct set of sharers.
 
     Collective over the world at construction: every rank must construct it with equal arguments,
     because `make_group` is called once per set, in the same order everywhere.
     """
 
     def __init__(
-        self, ownership: Ownership, stage_ranks: Sequence[Sequence[int]], make_group: MakeGroup
+        self,
+        ownership: Ownership,
+        stage_ranks: Sequence[Sequence[int]],
+        make_group: MakeGroup,
+        tp_rank_of: Callable[[int], int] = lambda _: 0,
     ) -> None:
         """Creates the groups.
 
@@ -35,23 +51,61 @@ class SharingGroups:
             stage_ranks: per stage the global ranks that hold equal copies, by dp_rank.
             make_group: creates the process group of the given ascending global ranks; called on
                 every rank, member or not.
+            tp_rank_of: position of a global rank in its tensor group.
         """
         self.pp_rank: Final = ownership.pp_rank
         self.dp_ranks: Final = tuple(stage_ranks[ownership.pp_rank])
-        self._groups: dict[Stages, dist.ProcessGroup | None] = {}
-        shared = {ownership.stages_of(parameter) for parameter in ownership.parameters()}
-        for stages in sorted(shared | {(stage,) for stage in range(ownership.pp_size)}):
-            ranks = tuple(sorted(rank for stage in stages for rank in stage_ranks[stage]))
-            self._groups[stages] = make_group(ranks) if len(ranks) > 1 else None
+        own = ownership.tensor.tp.rank
+        tp_ranks = range(ownership.tensor.tp.size)
+        self._groups: dict[Sharers, dist.ProcessGroup | None] = {}
+        shared = {sharers_of(parameter, ownership) for parameter in ownership.parameters()}
+        plain = {((stage,), False) for stage in range(ownership.pp_size)}
+        for stages, by_tp_rank in sorted(shared | plain):
+            ranks = sorted(rank for stage in stages for rank in stage_ranks[stage])
+            parts = [tuple(r for r in ranks if tp_rank_of(r) == tp_rank) for tp_rank in tp_ranks]
+            made = [
+                make_group(part) if len(part) > 1 else None
+                for part in (parts if by_tp_rank else [tuple(ranks)])
+            ]
+            self._groups[stages, by_tp_rank] = made[own if by_tp_rank else 0]
+        self._throttles = {
+            sharers: throttle
+            for sharers, group in self._groups.items()
+            if group is not None and self._may_wait(sharers) and (throttle := throttle_for(group))
+        }
 
-    def __getitem__(self, stages: Stages) -> dist.ProcessGroup | None:
-        """Return the group of the ranks of `stages`; None where nothing needs to be summed."""
-        return self._groups[stages]
+    def __getitem__(self, sharers: Sharers) -> dist.ProcessGroup | None:
+        """Return the group of the ranks that share; None where nothing needs to be summed."""
+        return self._groups[sharers]
+
+    def all_reduce(
+        self, sharers: Sharers, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> dist.Work | None:
+        """Start the reduction of `tensor`, in place, once the group's bound leaves room.
+
+        Collective over the group of `sharers`; blocks while too many of its collectives are in
+        flight.
+        """
+        group, throttle = self._groups[sharers], self._throttles.get(sharers)
+
+        def start() -> dist.Work | None:
+            work: dist.Work | None = dist.all_reduce(tensor, op, group=group, async_op=True)
+            return work
+
+        return start() if throttle is None else throttle.issue(start)
+
+    def _may_wait(self, sharers: Sharers) -> bool:
+        """Whether this rank may wait for one reduction of a group before it starts the next.
+
+        Not where stages share: a member may reach its reduction only after it has received from
+        this very rank, later in the step.
+        """
+        return sharers[0] == (self.pp_rank,)
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
         """The ranks of this stage, one per replica; None for a single replica."""
-        return self._groups[(self.pp_rank,)]
+        return self._groups[(self.pp_rank,), False]
 
 
 class WeightAgreement:

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smp.lightning.checkpoint import gather_optimizer_state, gather_state_dict
-from lightning_smp.lightning.clip import clip_grad_norm, global_clip, grad_norm
-from lightning_smp.lightning.scaler import make_scaler
+from lightning_smp.amp import make_scaler
+from lightning_smp.weights.checkpoint import gather_optimizer_state, gather_state_dict
+from lightning_smp.weights.clip import clip_grad_norm, global_clip, grad_norm
 from lightning_smp.weights.collect import PipelineLinks
 from lightning_smp.weights.gradients import GradientReducer
 from lightning_smp.weights.ownership import Ownership, forget_foreign_state, materialize, release

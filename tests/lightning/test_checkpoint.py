@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smp.errors import CheckpointError, CommunicationError
-from lightning_smp.lightning.checkpoint import (
+from lightning_smp.weights.checkpoint import (
     gather_optimizer_state,
     gather_state_dict,
     load_full_state_dict,

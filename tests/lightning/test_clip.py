@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from lightning_smp.errors import UnsupportedError
-from lightning_smp.lightning.clip import clip_grad_norm, global_clip, grad_norm
+from lightning_smp.weights.clip import clip_grad_norm, global_clip, grad_norm
 from lightning_smp.weights.ownership import Ownership, release
 from tests.support.launch import gloo_group, run_ranks
 

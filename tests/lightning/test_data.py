@@ -24,8 +24,9 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from lightning_smp.batch import batch_digest
+from lightning_smp.deploy.same_batch import check_same_batch
 from lightning_smp.errors import CommunicationError, ConfigError, UnsupportedError
-from lightning_smp.lightning.data import broadcast_batch, check_same_batch, prepare_dataloader
+from lightning_smp.lightning.data import broadcast_batch, prepare_dataloader
 from tests.support.launch import gloo_group, run_ranks
 
 CPU = torch.device("cpu")

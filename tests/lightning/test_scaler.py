@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smp.lightning.scaler import AgreedGradScaler, make_scaler
+from lightning_smp.amp import AgreedGradScaler, make_scaler
 from tests.support.launch import gloo_group, run_ranks
 
 _CPU = torch.device("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -205,3 +206,30 @@ def test_unequal_model_is_balanced_by_cost() -> None:
     partition = plan(root, 2, analysis, memory_weight=0.0)
     last = [name for name in partition.atoms_on(1) if name.startswith("blocks")]
     assert len(last) < 4
+
+
+@pytest.mark.parametrize(("num_stages", "virtual"), [(2, 2), (4, 2), (3, 4)])
+def test_virtual_stages_are_contiguous_chunks_in_turn(num_stages: int, virtual: int) -> None:
+    root = nn.Sequential(*(nn.Linear(4, 4) for _ in range(30)))
+    partition = plan(root, num_stages, virtual_stages=virtual)
+    visited = [stage for stage, _ in itertools.groupby(partition.stage_of.values())]
+    assert visited == list(range(num_stages)) * virtual
+    assert partition.virtual_stages == virtual
+    share = max(len(partition.atoms_on(stage)) for stage in range(num_stages)) / 30
+    assert partition.slowest == pytest.approx(share)
+
+
+def test_virtual_stages_keep_the_memory_limit_of_a_stage() -> None:
+    root = nn.Sequential(*(nn.Linear(4, 4) for _ in range(16)))
+    layer = 4 * 4 * (4 * 4 + 4)  # value, gradient and two optimizer states of 20 floats
+    plan(root, 2, virtual_stages=2, memory_limit=8 * layer)
+    with pytest.raises(PartitionError, match="memory limit"):
+        plan(root, 2, virtual_stages=2, memory_limit=7 * layer)
+
+
+def test_virtual_stages_exclude_a_partition_by_hand() -> None:
+    root = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(PartitionError, match=r"in turn \(0, 1, 0, 1\)"):
+        plan(root, 2, virtual_stages=2, manual={"0": 0})
+    with pytest.raises(PartitionError, match="there must be 1 or more"):
+        plan(root, 2, virtual_stages=0)

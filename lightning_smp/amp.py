@@ -6,11 +6,15 @@ skip a step that the others take, and a rank without gradients could not step at
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-__all__ = ["AgreedGradScaler", "make_scaler"]
+from lightning_smp.process_state import state
+
+__all__ = ["AgreedGradScaler", "GradScaler", "make_scaler"]
 
 
 class AgreedGradScaler(torch.amp.GradScaler):
@@ -73,6 +77,42 @@ class AgreedGradScaler(torch.amp.GradScaler):
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(self._rank_device)
         return super()._check_scale_growth_tracker(funcname)
+
+
+class GradScaler(AgreedGradScaler):
+    """`smp.amp.GradScaler`: torch's scaler for scripts; all ranks of the job take the same verdict.
+
+    ``scale`` is called in the step, ``step`` and ``update`` outside of it, by every rank.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        """Makes a scaler; the arguments are torch's.
+
+        Raises:
+            SMPError: `smp.init` was not called.
+        """
+        groups = state.groups
+        super().__init__(
+            groups.world if groups.world_size > 1 else None,
+            state.device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+
+    @override
+    def scale(self, outputs: Any) -> Any:
+        # The analysis must not make the scale itself a tensor without numbers.
+        return outputs if state.tracing else super().scale(outputs)
 
 
 def make_scaler(

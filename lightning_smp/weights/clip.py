@@ -1,8 +1,8 @@
-"""Norms of gradients that are spread over pipeline stages: one value, as on one device.
+"""Norms of gradients that are spread over stages and tensor groups: one value, as on one device.
 
-Each parameter is counted by its owner only, and every rank scales what it holds by the same
-coefficient. Each rank contributes one number, in its own place of a float64 row, so all ranks
-finish the norm from the same numbers in the same order.
+Each parameter is counted by its owner only (a split one by each rank of the tensor group), and
+every rank scales what it holds by the same coefficient. Each rank contributes one number, in its
+own place of a float64 row, so all ranks finish the norm from the same numbers in the same order.
 
 Clipping by value is element-wise, hence right without any of this.
 """
@@ -50,7 +50,8 @@ def clip_grad_norm(
         parameters: the parameters, foreign ones included, e.g. all of an optimizer.
         max_norm: the largest norm allowed.
         ownership: which stages hold which parameter.
-        group: the stages of this replica; None if there is one stage.
+        group: the ranks of this replica: its stages, and its tensor groups where modules are
+            split; None if there is one rank.
         norm_type: order of the norm, above 0; may be inf.
         error_if_nonfinite: raise, on every rank, if the norm is inf or NaN.
         foreach: as in torch.
@@ -94,7 +95,8 @@ def grad_norm(
         module: the partitioned module or a part of it.
         norm_type: order of the norm, above 0, or "inf".
         ownership: which stages hold which parameter.
-        group: the stages of this replica; None if there is one stage.
+        group: the ranks of this replica: its stages, and its tensor groups where modules are
+            split; None if there is one rank.
         group_separator: stands between the prefix and the parameter's name in the keys.
 
     Raises:
@@ -104,22 +106,24 @@ def grad_norm(
     named = list(module.named_parameters())
     if not named:
         return {}
-    row = torch.zeros(2, len(named), dtype=torch.float64, device=named[0][1].device)
+    tp = ownership.tensor.tp
+    row = torch.zeros(tp.size + 1, len(named), dtype=torch.float64, device=named[0][1].device)
     for place, (_, parameter) in enumerate(named):
         if parameter.grad is not None and ownership.counts_here(parameter):
-            row[0, place] = _local_norm([parameter.grad], order)
-            row[1, place] = 1.0
+            row[tp.rank, place] = _local_norm([parameter.grad], order)
+            row[-1, place] = 1.0
     if group is not None:
         dist.all_reduce(row, group=group)
+    together = torch.linalg.vector_norm(row[:-1], order, dim=0)  # of the parts of each parameter
     dtype = _result_dtype([parameter for _, parameter in named])
     prefix = f"grad_{order}_norm"
     norms = {
         f"{prefix}{group_separator}{name}": value.to(dtype)
-        for (name, _), value, present in zip(named, row[0], row[1].tolist(), strict=True)
+        for (name, _), value, present in zip(named, together, row[-1].tolist(), strict=True)
         if present
     }
     if norms:
-        norms[f"{prefix}_total"] = torch.linalg.vector_norm(row[0], order).to(dtype)
+        norms[f"{prefix}_total"] = torch.linalg.vector_norm(together, order).to(dtype)
     return norms
 
 

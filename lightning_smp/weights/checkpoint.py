@@ -18,6 +18,14 @@ from typing_extensions import override
 from lightning_smp.errors import CheckpointError
 from lightning_smp.weights.collect import PipelineLinks, collect
 from lightning_smp.weights.ownership import Ownership
+from lightning_smp.weights.tensor_join import (
+    cut_optimizer_state,
+    cut_state,
+    join_parts,
+    optimizer_parts,
+    state_parts,
+    to_original,
+)
 
 __all__ = [
     "gather_optimizer_state",
@@ -35,18 +43,24 @@ def gather_state_dict(
     Keys and their order are those of `module.state_dict()`, which is called on every rank, hooks
     and extra state included; entries that live on another stage are replaced by that stage's.
 
-    Collective over the writer's pipeline: all its ranks must call; call it on every rank.
+    Collective over the writer's replica (its pipeline, and the tensor groups of its stages): all
+    its ranks must call; call it on every rank.
 
     Raises:
         CheckpointError: on the writer, an entry whose value is known to no rank as a whole.
         CommunicationError: a stage has an entry of a type that cannot travel.
     """
     local = module.state_dict()
+    joined = join_parts(state_parts(module, local, ownership), links.over_tensor_group())
     if links.writer_stage is None:
         return {}
     source = _EntrySource(module, ownership, links)
     if links.pp_rank != links.writer_stage:
-        mine = {key: value for key, value in local.items() if source(key, value) == links.pp_rank}
+        mine = {
+            key: joined.get(key, value)
+            for key, value in local.items()
+            if source(key, value) == links.pp_rank
+        }
         collect(mine, links)
         return {}
     expected = {key for key, value in local.items() if source(key, value) != links.pp_rank}
@@ -60,8 +74,10 @@ def gather_state_dict(
         _require_whole(local, expected, source)
     to_cpu = _CpuCopies()
     for key in local:
-        local[key] = received.pop(key) if key in expected else to_cpu(local[key])
+        mine_or_joined = joined.get(key, local[key])
+        local[key] = received.pop(key) if key in expected else to_cpu(mine_or_joined)
     local.update(received)  # what only its owner has, e.g. a buffer registered in a forward
+    to_original(module, local, ownership)
     return local
 
 
@@ -85,8 +101,9 @@ def load_full_state_dict(
     Raises:
         RuntimeError: torch's, for keys (if strict) and shapes.
     """
+    parts = cut_state(module, state_dict, ownership)
     with _ignoring_foreign(module, ownership):
-        return module.load_state_dict(state_dict, strict=strict)
+        return module.load_state_dict(parts, strict=strict)
 
 
 def gather_optimizer_state(
@@ -97,7 +114,8 @@ def gather_optimizer_state(
     In torch's layout: "state" by the parameter's place in the groups, "param_groups". Parameters
     that never had a gradient have no state, as on one device.
 
-    Collective over the writer's pipeline: all its ranks must call; call it on every rank.
+    Collective over the writer's replica (its pipeline, and the tensor groups of its stages): all
+    its ranks must call; call it on every rank.
 
     Args:
         optimizer: torch's own object (not Lightning's wrapper); groups hold all parameters.
@@ -109,9 +127,13 @@ def gather_optimizer_state(
         CommunicationError: a stage has a value of a type that cannot travel.
     """
     local = optimizer.state_dict()
+    parameter_at = _parameters_by_place(optimizer, local["param_groups"])
+    parts = optimizer_parts(local["state"], parameter_at, ownership)
+    joined = join_parts(parts, links.over_tensor_group())
     if links.writer_stage is None:
         return {}
-    parameter_at = _parameters_by_place(optimizer, local["param_groups"])
+    for (place, name), tensor in joined.items():
+        local["state"][place] = {**local["state"][place], name: tensor}
     source = {
         place: links.source_of(ownership.stages_of(parameter))
         for place, parameter in parameter_at.items()
@@ -148,12 +170,10 @@ def load_optimizer_state(
         ValueError: torch's, if the groups differ in number or size.
         PartitionError: a parameter that the partitioned module does not hold.
     """
-    foreign = {
-        place
-        for place, parameter in _parameters_by_place(optimizer, full_state["param_groups"]).items()
-        if not ownership.is_local(parameter)
-    }
+    parameter_at = _parameters_by_place(optimizer, full_state["param_groups"])
+    foreign = {place for place, p in parameter_at.items() if not ownership.is_local(p)}
     state = {place: value for place, value in full_state["state"].items() if place not in foreign}
+    state = cut_optimizer_state(state, parameter_at, ownership)
     optimizer.load_state_dict({**full_state, "state": state})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from lightning_smp.placed.runtime import Runtime
 from lightning_smp.placed.units import UnitEntry
 from lightning_smp.weights.ownership import Ownership, forget_foreign_state, materialize, release
 
-__all__ = ["install_units", "place_weights", "plan_model"]
+__all__ = ["install_units", "place_weights", "plan_model", "sync_each", "sync_weights"]
 
 
 def plan_model(
@@ -39,6 +39,8 @@ def plan_model(
     tied_parameters: Any,
     default_partition: int | None,
     manual: dict[str, int] | None,
+    virtual_stages: int = 1,
+    policy: Literal["contiguous", "tree"] = "contiguous",
 ) -> Partition:
     """Decides where every unit lives. Collective over pp.
 
@@ -52,6 +54,8 @@ def plan_model(
         tied_parameters: as in the configuration.
         default_partition: stage of modules that ``manual`` leaves out.
         manual: stages by module name; None splits automatically.
+        virtual_stages: chunks of the model per stage.
+        policy: rule of the automatic split.
 
     Raises:
         PartitionError: the ranks built different models, or there is nothing to divide.
@@ -63,6 +67,7 @@ def plan_model(
     partition = plan_partition(
         module, analysis, atoms, num_stages, memory_weight=memory_weight,
         tied_parameters=tied_parameters, default_partition=default_partition, manual=manual,
+        virtual_stages=virtual_stages, policy=policy,
     )  # fmt: skip
     marks = control.agree([partition.fingerprint(), _tree_mark(module)])
     if any(mark != marks[0] for mark in marks):
@@ -159,7 +164,12 @@ def place_weights(
 
 def sync_weights(module: nn.Module, group: Any, source: int) -> None:
     """Gives every replica the weights and buffers of the first. Collective over ``group``."""
-    for tensor in [*module.parameters(), *module.buffers()]:
+    sync_each([*module.parameters(), *module.buffers()], group, source)
+
+
+def sync_each(tensors: list[torch.Tensor], group: Any, source: int) -> None:
+    """Gives every rank of ``group`` the numbers of one, placeholders left out. Collective."""
+    for tensor in tensors:
         if _is_real(tensor):
             with torch.no_grad():
                 torch.distributed.broadcast(tensor.detach(), source, group=group)

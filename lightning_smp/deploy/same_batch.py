@@ -1,0 +1,88 @@
+"""The ranks of one replica must hold the same batch: compared by hash, often at first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_smp.batch_digest import DIGEST_BYTES, batch_digest
+from lightning_smp.errors import CommunicationError
+from lightning_smp.wire.encode import tensor_bytes
+
+__all__ = ["SameBatch", "check_same_batch"]
+
+_CHECKED_STEPS = 10
+_CHECK_EVERY = 100
+
+
+class SameBatch:
+    """Compares batches at the first 10 steps and at every 100th.
+
+    Args:
+        group: a gloo group of the ranks that must hold the same batch; None for a single rank.
+        ranks: their global ranks, in the order of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> None:
+        self._group = group
+        self._ranks = ranks
+        self._steps = 0
+
+    def check(self, batch: Any) -> None:
+        """Compares the batch of this step. Collective over the group.
+
+        Raises:
+            CommunicationError: batches differ; names the ranks and what to do.
+        """
+        if len(self._ranks) == 1:
+            return
+        step = self._steps
+        self._steps += 1
+        if step < _CHECKED_STEPS or step % _CHECK_EVERY == 0:
+            check_same_batch(batch_digest(batch), self._group, self._ranks, step)
+
+
+def check_same_batch(
+    digest: bytes, group: dist.ProcessGroup | None, ranks: Sequence[int], step: int
+) -> None:
+    """Raises on every rank if the ranks of one pipeline group hold different batches.
+
+    Collective over `group` (one all-gather of 16 bytes a rank, on the CPU): all its ranks call.
+
+    Args:
+        digest: this rank's `batch_digest`.
+        group: a gloo group of the ranks that must hold the same batch.
+        ranks: their global ranks, in the order of the group.
+        step: number of the batch, for the message.
+
+    Raises:
+        CommunicationError: digests differ; names the ranks and what to do.
+    """
+    assert len(digest) == DIGEST_BYTES, "made by batch_digest"
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    found = [torch.empty_like(own) for _ in ranks]
+    dist.all_gather(found, own, group)
+    ranks_of: dict[bytes, list[int]] = {}
+    for rank, value in zip(ranks, found, strict=True):
+        ranks_of.setdefault(tensor_bytes(value), []).append(rank)
+    if len(ranks_of) > 1:
+        _raise_different(list(ranks_of.values()), step)
+
+
+def _raise_different(parts: list[list[int]], step: int) -> None:
+    parts.sort(key=len, reverse=True)  # stable: among equals, the one of the lowest rank
+    others = "; ".join(f"a different one on {_names(part)}" for part in parts[1:])
+    raise CommunicationError(
+        f"Step {step}: all ranks of a pipeline group need the same batch, but there is one on "
+        f"{_names(parts[0])} and {others}. Let one rank load and share it "
+        '(batch_source="leader"); or make loading equal: keep use_distributed_sampler=True, call '
+        "seed_everything(seed, workers=True), give samplers and augmentations a seed that does "
+        "not depend on the rank."
+    )
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
