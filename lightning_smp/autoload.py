@@ -4,13 +4,13 @@ Imports neither torch nor lightning: it runs inside `import torch`.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["NAMESPACES", "STRATEGY_NAME", "arm"]
+__all__ = ["NAMESPACES", "STRATEGY_NAME", "PostImportFinder", "arm"]
 
 # Two copies of one code base with unrelated classes; the `lightning` wheel installs both.
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
@@ -22,27 +22,36 @@ def arm() -> None:
 
     Repeated calls change nothing.
     """
-    waiting = [namespace for namespace in NAMESPACES if not _register_if_imported(namespace)]
-    is_armed = any(isinstance(finder, _PostImportFinder) for finder in sys.meta_path)
+    waiting = {
+        f"{namespace}.strategies": partial(_register_if_imported, namespace)
+        for namespace in NAMESPACES
+        if not _register_if_imported(namespace)
+    }
+    is_armed = any(type(finder) is PostImportFinder for finder in sys.meta_path)
     if waiting and not is_armed:
-        sys.meta_path.insert(0, _PostImportFinder(waiting))
+        sys.meta_path.insert(0, PostImportFinder(waiting))
 
 
-class _PostImportFinder:
-    """Lets the other finders find a namespace's `strategies` module, and registers after it ran."""
+class PostImportFinder:
+    """Lets the other finders find certain modules, and calls a function after each has run.
 
-    def __init__(self, namespaces: Sequence[str]) -> None:
-        self._waiting = {f"{namespace}.strategies": namespace for namespace in namespaces}
+    Args:
+        waiting: functions by full name of the module.
+    """
+
+    def __init__(self, waiting: Mapping[str, Callable[[], object]]) -> None:
+        self._waiting = waiting
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        namespace = self._waiting.get(fullname)
-        if namespace is None:
+        """Finds a waiting module with the other finders (see `importlib.abc.MetaPathFinder`)."""
+        after = self._waiting.get(fullname)
+        if after is None:
             return None
         spec = self._find_with_others(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            _call_after_exec(spec.loader, namespace)
+            _call_after_exec(spec.loader, after)
         return spec
 
     def _find_with_others(
@@ -56,17 +65,17 @@ class _PostImportFinder:
         return None
 
 
-def _call_after_exec(loader: Any, namespace: str) -> None:
-    """Makes this one loader register the strategy when it has executed its module."""
+def _call_after_exec(loader: Any, after: Callable[[], object]) -> None:
+    """Makes this one loader call a function when it has executed its module."""
     run_module = loader.exec_module
 
-    def exec_and_register(module: ModuleType) -> None:
+    def exec_and_call(module: ModuleType) -> None:
         del loader.exec_module  # back to the class's own method: the loader stays as it was
         run_module(module)
-        _register_if_imported(namespace)
+        after()
 
     # An attribute of the instance, not a wrapper: the module's loader keeps its type and abilities.
-    loader.exec_module = exec_and_register
+    loader.exec_module = exec_and_call
 
 
 def _register_if_imported(namespace: str) -> bool:

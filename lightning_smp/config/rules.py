@@ -67,6 +67,50 @@ def _default_partition_exists(values: Values) -> Problem | None:
     return _problem(values, "default_partition", rule, f"Use default_partition={stages - 1}.")
 
 
+def _virtual_needs_auto_partition(values: Values) -> Problem | None:
+    if values["virtual_pipeline_degree"] == 1 or values["auto_partition"]:
+        return None
+    rule = "it must be 1 because auto_partition is False"
+    fix = "Use auto_partition=True, or place modules on the stages in turn."
+    return _problem(values, "virtual_pipeline_degree", rule, fix)
+
+
+def _virtual_needs_stages(values: Values) -> Problem | None:
+    if values["virtual_pipeline_degree"] == 1 or values["pipeline_parallel_degree"] > 1:
+        return None
+    rule = "it must be 1 because pipeline_parallel_degree is 1"
+    fix = "Use virtual_pipeline_degree=1, or more stages."
+    return _problem(values, "virtual_pipeline_degree", rule, fix)
+
+
+def _virtual_needs_contiguous(values: Values) -> Problem | None:
+    if values["virtual_pipeline_degree"] == 1 or values["partition_policy"] == "contiguous":
+        return None
+    rule = 'it must be 1 because partition_policy is "tree"'
+    return _problem(values, "virtual_pipeline_degree", rule, 'Use partition_policy="contiguous".')
+
+
+def _file_pipeline_needs_file(values: Values) -> Problem | None:
+    if values["pipeline"] != "file" or values["schedule_file"] is not None:
+        return None
+    rule = 'it must be given because pipeline is "file"'
+    return _problem(values, "schedule_file", rule, "Give the path of a schedule.")
+
+
+def _file_needs_file_pipeline(values: Values) -> Problem | None:
+    if values["schedule_file"] is None or values["pipeline"] == "file":
+        return None
+    rule = f'it needs pipeline="file", but pipeline is "{values["pipeline"]}"'
+    return _problem(values, "schedule_file", rule, 'Use pipeline="file" or remove schedule_file.')
+
+
+def _limit_needs_other_than_simple(values: Values) -> Problem | None:
+    if values["activation_limit_mb"] is None or values["pipeline"] != "simple":
+        return None
+    rule = 'it must be None because pipeline="simple" keeps every microbatch\'s activations'
+    return _problem(values, "activation_limit_mb", rule, 'Use pipeline="auto".')
+
+
 def _backend_needs_ddp(values: Values) -> Problem | None:
     if values["ddp"] is not False or values["ddp_dist_backend"] == "auto":
         return None
@@ -133,6 +177,12 @@ def _one_half_precision(values: Values) -> Problem | None:
 _RULES: Final[tuple[_Rule, ...]] = (
     _Rule(("auto_partition", "default_partition"), _manual_partition_needs_default),
     _Rule(("pipeline_parallel_degree", "default_partition"), _default_partition_exists),
+    _Rule(("virtual_pipeline_degree", "auto_partition"), _virtual_needs_auto_partition),
+    _Rule(("virtual_pipeline_degree", "pipeline_parallel_degree"), _virtual_needs_stages),
+    _Rule(("virtual_pipeline_degree", "partition_policy"), _virtual_needs_contiguous),
+    _Rule(("pipeline", "schedule_file"), _file_pipeline_needs_file),
+    _Rule(("pipeline", "schedule_file"), _file_needs_file_pipeline),
+    _Rule(("pipeline", "activation_limit_mb"), _limit_needs_other_than_simple),
     _Rule(("ddp", "ddp_dist_backend"), _backend_needs_ddp),
     _Rule(("ddp", "ddp_port"), _port_needs_ddp),
     _Rule(("ddp", "horovod"), _horovod_excludes_ddp),

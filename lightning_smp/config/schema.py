@@ -36,14 +36,29 @@ class SMPConfig:
         "number of stages; with the tensor degree it must divide the number of ranks",
         aliases=("partitions",),
     )
+    virtual_pipeline_degree: int = key(
+        Whole(), 1, "contiguous chunks of the model on each stage; needs `auto_partition`"
+    )
     microbatches: int = key(Whole(), 1, "parts that a rank's batch is split into")
-    pipeline: Literal["simple", "interleaved"] = key(
-        Choice(("simple", "interleaved")),
+    pipeline: Literal["simple", "interleaved", "zero_bubble", "auto", "file"] = key(
+        Choice(("simple", "interleaved", "zero_bubble", "auto", "file")),
         "interleaved",
-        "order of a step: all forwards before all backwards, or backwards as soon as possible",
+        "order of a step: all forwards before all backwards, backwards as soon as possible, these "
+        "in two parts, the fastest of the three by estimate, or that of `schedule_file`",
+    )
+    schedule_file: str | None = key(
+        Text(), None, 'file with the order of a step, for pipeline="file"; see docs/schedules.md'
     )
     active_microbatches: int | None = key(
-        Whole(), None, "microbatches in flight at once; None: number of stages + 2"
+        Whole(),
+        None,
+        "microbatches in flight at once; None: number of stages + 2, or twice the number of stages "
+        "with a `virtual_pipeline_degree`",
+    )
+    activation_limit_mb: float | None = key(
+        Number(0, above_low=True),
+        None,
+        "MiB of activations that a stage may keep at once, by estimate; None: no limit",
     )
     deterministic_server: bool = key(
         Flag(), False, "same order of work on all replicas; the order is fixed in either case"
@@ -55,6 +70,12 @@ class SMPConfig:
     )
     default_partition: int | None = key(
         Whole(0), None, "stage of modules that no one placed; required without `auto_partition`"
+    )
+    partition_policy: Literal["contiguous", "tree"] = key(
+        Choice(("contiguous", "tree")),
+        "contiguous",
+        "rule of the automatic split: the best one in execution order, or SMP's, which deals the "
+        "stages out from the root of the module tree",
     )
     optimize: Literal["memory", "speed"] = key(
         Choice(("memory", "speed")), "memory", "what the default of `memory_weight` favours"
@@ -142,8 +163,11 @@ class SMPConfig:
     )
 
     # --- tensor parallelism
-    tensor_parallel_degree: int = key(
-        Whole(), 1, "ranks that split one module", support=Support.PLANNED
+    tensor_parallel_degree: int = key(Whole(), 1, "ranks that split one module")
+    tensor_parallel_weights: Literal["slice", "reinit"] = key(
+        Choice(("slice", "reinit")),
+        "slice",
+        "weights of a module that is split: its part of the original's, or fresh ones",
     )
     prescaled_batch: bool = key(
         Flag(), False, "the ranks of a tensor group get the same batch; nothing changes at degree 1"
@@ -191,9 +215,8 @@ class SMPConfig:
     delayed_parameter_initialization: bool = key(
         Flag(),
         False,
-        "parameters are initialised after the split",
-        support=Support.PLANNED,
-        instead="Remove it; build large modules in LightningModule.configure_model.",
+        "what is built in `configure_model` or `Trainer.init_module` gets no memory before the "
+        "split; as `smp.delay_param_initialization`",
     )
 
     # --- precision
@@ -247,8 +270,10 @@ class SMPConfig:
     @property
     def active_microbatch_limit(self) -> int:
         """Microbatches in flight at once, with the default filled in."""
-        limit = self.active_microbatches
-        return self.pipeline_parallel_degree + 2 if limit is None else limit
+        if self.active_microbatches is not None:
+            return self.active_microbatches
+        stages = self.pipeline_parallel_degree
+        return stages + (max(stages, 2) if self.virtual_pipeline_degree > 1 else 2)
 
     @property
     def partition_memory_weight(self) -> float:

@@ -46,6 +46,8 @@ def resolve_config(
     config: SMPConfig | Mapping[str, object] | None = None,
     arguments: Mapping[str, object] | None = None,
     environ: Mapping[str, str] = os.environ,
+    *,
+    environment_wins: bool = False,
 ) -> SMPConfig:
     """Return the configuration made of all sources; a later source wins, key by key.
 
@@ -57,14 +59,19 @@ def resolve_config(
             count.
         arguments: explicit arguments; those that are None or `UNSET` do not count.
         environ: environment variables.
+        environment_wins: the environment comes after `config`, as in SageMaker's scripts, where
+            the launcher's values override those of the script.
 
     Raises:
         ConfigError: lists every problem of every source: the key, the value met, the rule and
             the smallest fix.
     """
     collected = _Collected()
+    if environment_wins:
+        _add_config(collected, config)
     _add_environment(collected, environ)
-    _add_config(collected, config)
+    if not environment_wins:
+        _add_config(collected, config)
     given = {k: v for k, v in (arguments or {}).items() if v is not None and v is not UNSET}
     _add(collected, given, "the arguments")
     problems = collected.problems + _value_problems(collected)

@@ -18,6 +18,12 @@ from lightning_smp.topology import Topology
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "configuration.md"
+# What a value other than the default needs.
+COMPANIONS: dict[str, dict[str, object]] = {
+    "auto_partition": {"default_partition": 0},
+    "virtual_pipeline_degree": {"pipeline_parallel_degree": 2},
+    "schedule_file": {"pipeline": "file"},
+}
 PLANNED = [name for name, key in KEYS.items() if key.support is Support.PLANNED]
 
 
@@ -107,7 +113,8 @@ def test_choices_accept_each_word(name: str) -> None:
     kind = KEYS[name].kind
     assert isinstance(kind, Choice)
     for word in kind.words:
-        assert getattr(SMPConfig(**{name: word}), name) == word
+        companions = {"schedule_file": "x"} if word == "file" else {}
+        assert getattr(SMPConfig(**companions, **{name: word}), name) == word
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -125,7 +132,7 @@ def test_other_keys_accept_some_other_value(name: str) -> None:
     if isinstance(key.kind, Choice):
         return
     value = 0 if name == "default_partition" else _other(key)
-    assert getattr(SMPConfig(**{"default_partition": 0, name: value}), name) == value
+    assert getattr(SMPConfig(**{**COMPANIONS.get(name, {}), name: value}), name) == value
 
 
 @pytest.mark.parametrize(
@@ -148,6 +155,14 @@ def test_other_keys_accept_some_other_value(name: str) -> None:
             {"pipeline_parallel_degree": 2, "default_partition": 2},
             "below pipeline_parallel_degree, which is 2. Use default_partition=1.",
         ),
+        (
+            {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2, "auto_partition": False},
+            "place modules on the stages in turn",
+        ),
+        ({"virtual_pipeline_degree": 2}, "it must be 1 because pipeline_parallel_degree is 1"),
+        ({"pipeline": "file"}, "schedule_file = None: it must be given"),
+        ({"schedule_file": "x"}, 'it needs pipeline="file", but pipeline is "interleaved"'),
+        ({"pipeline": "simple", "activation_limit_mb": 1.0}, 'Use pipeline="auto".'),
         ({"ddp": False, "ddp_dist_backend": "nccl"}, "ddp_dist_backend = 'nccl': it needs data"),
         ({"ddp": False, "ddp_port": 1234}, "ddp_port = 1234: it needs data parallelism"),
         ({"ddp": True, "horovod": True}, "horovod = True: it excludes ddp"),
@@ -183,6 +198,8 @@ def test_all_problems_are_reported_together() -> None:
 def test_derived_defaults() -> None:
     assert SMPConfig(pipeline_parallel_degree=4).active_microbatch_limit == 6
     assert SMPConfig(active_microbatches=1).active_microbatch_limit == 1
+    virtual = SMPConfig(pipeline_parallel_degree=4, virtual_pipeline_degree=2)
+    assert virtual.active_microbatch_limit == 8
     assert SMPConfig().partition_memory_weight == 0.8
     assert SMPConfig(optimize="speed").partition_memory_weight == 0.2
     assert SMPConfig(memory_weight=0).partition_memory_weight == 0

@@ -1,0 +1,22 @@
+"""Deferred construction: tensors that remember how they are made instead of holding memory."""
+
+from lightning_smp.deferred.mode import deferring
+from lightning_smp.deferred.realize import (
+    attribute_tensors,
+    is_deferred,
+    realize,
+    realize_module,
+    value_of,
+)
+from lightning_smp.deferred.tensor import DeferredTensor, become
+
+__all__ = [
+    "DeferredTensor",
+    "attribute_tensors",
+    "become",
+    "deferring",
+    "is_deferred",
+    "realize",
+    "realize_module",
+    "value_of",
+]

@@ -1,0 +1,1 @@
+"""`smp.patches`: a folder of the import contract."""
