@@ -1,0 +1,72 @@
+"""Turns a module in place into one that is split over a tensor group.
+
+The object stays: its names, hooks, parameters (which then hold this rank's part, so that ties and
+optimizers stay right) and whoever refers to it. Only its class changes, to one that is made of the
+distributed behaviour and the original class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_smp.tensor_parallel.context import TensorParallel
+from lightning_smp.tensor_parallel.module import DistributedModule
+from lightning_smp.tensor_parallel.record import Sharding
+
+__all__ = ["adopt"]
+
+M = TypeVar("M", bound=DistributedModule)
+
+
+def adopt(
+    module: nn.Module,
+    behaviour: type[M],
+    tp: TensorParallel,
+    shardings: Mapping[str, Sharding],
+    *,
+    scaled: Iterable[str] = (),
+    **attributes: Any,
+) -> M:
+    """Make `module` a distributed one, and keep only this rank's part of its parameters.
+
+    Args:
+        module: the module.
+        behaviour: what it becomes; its `forward` calls the module's own as ``super().forward``.
+        tp: the tensor group.
+        shardings: how each split parameter or buffer of the module is split, by local name. One
+            that holds its part already, because another module shares it, is left as it is.
+        scaled: local names of whole parameters that see the samples of the whole group.
+        attributes: attributes of the behaviour, and of the module that must fit the part.
+    """
+    for name, sharding in shardings.items():
+        _keep_part(module, name, sharding, tp.rank)
+    module.__class__ = _combined(behaviour, type(module))
+    assert isinstance(module, behaviour)
+    module.tp, module.shardings = tp, dict(shardings)
+    module.scaled_batch_parameters, module.ordinal = set(scaled), 0
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+@cache
+def _combined(behaviour: type[DistributedModule], original: type[nn.Module]) -> Any:
+    return type(
+        f"{behaviour.__name__}{original.__name__}",
+        (behaviour, original),
+        {"__module__": behaviour.__module__, "__doc__": behaviour.__doc__},
+    )
+
+
+def _keep_part(module: nn.Module, name: str, sharding: Sharding, rank: int) -> None:
+    tensor: Tensor = getattr(module, name)
+    if tuple(tensor.shape) == sharding.local_shape(rank) != sharding.shape:
+        return
+    with torch.no_grad():
+        tensor.data = sharding.shard(tensor.data, rank)
+    tensor.grad = None

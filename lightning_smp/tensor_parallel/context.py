@@ -1,0 +1,146 @@
+"""What a distributed module knows of its tensor group; passed to every such module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+
+from lightning_smp.errors import CommunicationError
+from lightning_smp.placed.random import isolated_draws, mix_seed
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["Draws", "TensorParallel"]
+
+_MAX_REMEMBERED: Final = 1 << 16
+_SLICED: Final = 0x51
+_REPLICATED: Final = 0x52
+
+
+class Draws:
+    """Seeds of random streams that the ranks of a tensor group agree on without a message.
+
+    A module asks for a seed with a number that it drew from the default generator. The first time
+    a number is seen it gets the next seed of the module, in the order of calls, which is the same
+    on all ranks; afterwards the same number gives the same seed, so that recomputation under
+    activation checkpointing, which restores the default generator, repeats the draws.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+        self._known: dict[tuple[int, int], int] = {}
+        self._calls: dict[int, int] = {}
+
+    def begin(self, *seed: int) -> None:
+        """Begin a step; `seed` must be equal on the ranks of a tensor group, and on them only."""
+        self._seed = mix_seed(*seed)
+        self._known.clear()
+        self._calls.clear()
+
+    def seed_for(self, module: int, drawn: int) -> int:
+        """Return the seed for one draw of the module with ordinal `module`."""
+        key = (module, drawn)
+        seed = self._known.get(key)
+        if seed is None:
+            if len(self._known) >= _MAX_REMEMBERED:
+                self._known.clear()
+            call = self._calls.get(module, 0)
+            self._calls[module] = call + 1
+            seed = self._known[key] = mix_seed(self._seed, module, call)
+        return seed
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """One rank's place in its tensor group.
+
+    Copies of a module share the object; a pickled one comes back without the group, which modules
+    with more than one rank then ask for.
+
+    Attributes:
+        group_name: of the process group, as torch registers it; what operations carry.
+        rank: position in the group.
+        size: number of ranks that split one module; 1 needs no group.
+        prescaled: whether all ranks of the group hold the same batch.
+        optimize: "speed": activations between split operations are whole on every rank;
+            "memory": they are split along the hidden dimension, at the price of more operations.
+        group: the process group; None for one rank, and for analysis without processes.
+        streams: where modules get the seeds of their random streams.
+    """
+
+    group_name: str = ""
+    rank: int = 0
+    size: int = 1
+    prescaled: bool = False
+    optimize: Literal["speed", "memory"] = "speed"
+    group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+    streams: Draws = field(default_factory=Draws, repr=False, compare=False)
+
+    @classmethod
+    def over(
+        cls,
+        group: dist.ProcessGroup,
+        *,
+        prescaled: bool = False,
+        optimize: Literal["speed", "memory"] = "speed",
+    ) -> TensorParallel:
+        """Return the place of this rank in a process group."""
+        return cls(
+            group_name=group.group_name,
+            rank=group.rank(),
+            size=group.size(),
+            prescaled=prescaled,
+            optimize=optimize,
+            group=group,
+        )
+
+    @property
+    def gathers(self) -> bool:
+        """Whether modules bring together the samples of several ranks."""
+        return self.size > 1 and not self.prescaled
+
+    def require_group(self) -> dist.ProcessGroup:
+        """Return the process group.
+
+        Raises:
+            CommunicationError: there is none, as in a module that was unpickled.
+        """
+        if self.group is None:
+            raise CommunicationError(
+                f"A module that is split over {self.size} ranks has no process group: it was "
+                "unpickled or made for analysis. Make it anew in the running job and load its "
+                "weights by load_state_dict."
+            )
+        return self.group
+
+    @contextmanager
+    def draws(self, module: int, device: torch.device, *, sliced: bool) -> Iterator[None]:
+        """Run the body on a random stream of its own.
+
+        Args:
+            module: ordinal of the module, equal on all ranks.
+            device: device that is drawn on.
+            sliced: a stream per rank, for values that are split over the ranks; otherwise the same
+                on all ranks, for values that each of them has.
+        """
+        if self.size == 1:
+            yield
+            return
+        drawn = int(torch.empty((), dtype=torch.int64).random_())
+        seed = self.streams.seed_for(module, drawn)
+        place = self.rank if sliced else 0
+        seed = mix_seed(seed, _SLICED if sliced else _REPLICATED, place)
+        with isolated_draws(seed, device, guard_python=False):
+            yield
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
+        return self
+
+    def __reduce__(self) -> Any:
+        values = (self.group_name, self.rank, self.size, self.prescaled, self.optimize)
+        return (TensorParallel, values)
