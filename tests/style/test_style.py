@@ -64,7 +64,12 @@ def test_module_declares_what_is_public(path: Path) -> None:
 
 @pytest.mark.parametrize("path", _LIBRARY, ids=_name)
 def test_no_forbidden_construct(path: Path) -> None:
-    found = [f"line {node.lineno}: {what}" for node, what in _forbidden(_tree(path))]
+    prints = _name(path).startswith("lightning_smp/commands/")  # what commands are there for
+    found = [
+        f"line {node.lineno}: {what}"
+        for node, what in _forbidden(_tree(path))
+        if not (prints and what == "print()")
+    ]
     assert not found, "\n".join(found)
 
 
