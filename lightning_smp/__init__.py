@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     )
     from lightning_smp.tensor_parallel.marks import set_tensor_parallelism, tensor_parallelism
     from lightning_smp.tensor_parallel.registry import tp_register, tp_register_with_module
+    from lightning_smp.verifying import verify
 
 __version__ = "0.1.0"
 
@@ -183,6 +184,7 @@ __all__ = [
     "tp_register",
     "tp_register_with_module",
     "tp_size",
+    "verify",
 ]
 
 _TALKING = (
@@ -214,6 +216,7 @@ _HOMES = {
     "set_partition": "script.placing",
     "state": "process_state",
     "strategy_class": "register",
+    "verify": "verifying",
     "DistributedModel": "script.model",
     "DistributedOptimizer": "script.optimizer",
     "init": "script.starting",

@@ -10,6 +10,7 @@ __all__ = ["main"]
 # Name, and what it does. Each is a module of lightning_smp.commands, imported when it is called.
 _COMMANDS: Final = {
     "plan": "degrees, partition, schedule and memory of a run, without GPUs",
+    "verify": "whether a layout trains your module as one device does",
     "info": "what is built and used on this machine, and why not",
 }
 
