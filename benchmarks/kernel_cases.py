@@ -237,7 +237,8 @@ def _buckets() -> Iterator[Case]:
                 return _make_unflatten(shapes, dtype, to)
 
             yield Case("flatten", size, moved, 1e-2, make)
-            yield Case("unflatten", size, moved, 1e-2, make_back)
+            back = size.removesuffix(cast) + " to ".join(reversed(cast.split(" to ")))
+            yield Case("unflatten", back, moved, 1e-2, make_back)
 
 
 _SCALE = 0.37

@@ -272,7 +272,7 @@ def _adam_direction(
     held["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     first, second = _corrections(group)
     root = held["exp_avg_sq"].sqrt().div_(math.sqrt(second)).add_(group["eps"])
-    direction = held["exp_avg"].div(first).div_(root)
+    direction: Tensor = held["exp_avg"].div(first).div_(root)
     if group["adam_w_mode"]:
         direction.add_(parameter, alpha=group["weight_decay"])
     return direction
@@ -281,13 +281,16 @@ def _adam_direction(
 def _length(tensor: Tensor) -> Tensor:
     """The 2-norm, in float32 or better."""
     wide = torch.promote_types(tensor.dtype, torch.float32)
-    return torch.linalg.vector_norm(tensor, dtype=wide)
+    length: Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
+    return length
 
 
 def _refuse_split(optimizer: Optimizer, parameters: list[Tensor]) -> None:
     """Refuses weights of which this rank knows a slice only: a tensor's norm needs all of it."""
     model = smp_state.model
-    if model is not None and any(map(model.is_distributed_parameter, parameters)):
+    if model is None or smp_state.groups.tp_size == 1:
+        return
+    if any(map(model.is_distributed_parameter, parameters)):
         raise UnsupportedError(
             f"{type(optimizer).__name__} takes the norm of each weight, and with "
             f"tensor_parallel_degree={smp_state.groups.tp_size} some are split over ranks. Use "

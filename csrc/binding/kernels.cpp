@@ -2,7 +2,6 @@
 // schemas are in Python only, where they are needed without this library too; torch compares the
 // types of these functions with them when both are known, in whatever order they come.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -139,20 +138,15 @@ int64_t set_ends(SlicesParams& params, at::IntArrayRef sizes) {
   return end;
 }
 
-// Moves `source` into `target`, which has as many elements; types that no kernel converts between are
-// converted first.
 void move_slices(SlicesParams& params, const Tensor& source, const Tensor& target) {
-  const auto from = float_type_of(source.scalar_type());
-  const auto to = float_type_of(target.scalar_type());
-  params.convert = from.has_value() && to.has_value() && slices_convert(*from, *to);
-  const Tensor read = params.convert || source.scalar_type() == target.scalar_type()
-                          ? source
-                          : source.to(target.scalar_type());
-  params.source = read.const_data_ptr();
+  params.source = source.const_data_ptr();
   params.target = target.data_ptr();
+  params.convert = source.scalar_type() != target.scalar_type();
   if (params.convert) {
-    params.source_type = *from;
-    params.target_type = *to;
+    params.source_type = float_type_of(source, "the source");
+    params.target_type = float_type_of(target, "the target");
+    TORCH_CHECK(slices_convert(params.source_type, params.target_type), "slices are not converted ",
+                "from ", source.scalar_type(), " to ", target.scalar_type());
   } else {
     const auto bytes = static_cast<int32_t>(target.element_size());
     params.element_bytes = std::min(bytes, 8);
@@ -163,47 +157,32 @@ void move_slices(SlicesParams& params, const Tensor& source, const Tensor& targe
   C10_CUDA_CHECK(launch(params, c10::cuda::getCurrentCUDAStream()));
 }
 
-Tensor pack_slices(const Tensor& whole, at::IntArrayRef sizes,
-                   std::optional<at::ScalarType> dtype) {
+Tensor pack_slices(const Tensor& whole, at::IntArrayRef sizes, at::ScalarType dtype) {
   SlicesParams params{};
-  const int64_t columns = set_ends(params, sizes);
-  TORCH_CHECK(whole.dim() == 2 && whole.is_contiguous() && whole.size(1) == columns,
-              "whole must be contiguous [rows, ", columns, "], not of shape ", whole.sizes());
-  const c10::cuda::CUDAGuard guard(whole.device());
-  Tensor packed =
-      at::empty({whole.numel()}, whole.options().dtype(dtype.value_or(whole.scalar_type())));
   params.pack = true;
+  params.columns = set_ends(params, sizes);
+  TORCH_CHECK(whole.dim() == 2 && whole.is_contiguous() && whole.size(1) == params.columns,
+              "whole must be contiguous [rows, ", params.columns, "], not of shape ",
+              whole.sizes());
   params.rows = whole.size(0);
-  params.columns = columns;
+  const c10::cuda::CUDAGuard guard(whole.device());
+  Tensor packed = at::empty({whole.numel()}, whole.options().dtype(dtype));
   move_slices(params, whole, packed);
   return packed;
 }
 
-// Where nothing is converted, torch does it at full bandwidth.
-Tensor joined(const Tensor& packed, int64_t rows, at::IntArrayRef sizes) {
-  std::vector<Tensor> slices;
-  int64_t begin = 0;
-  for (const int64_t size : sizes) {
-    slices.push_back(packed.narrow(0, begin, rows * size).view({rows, size}));
-    begin += rows * size;
-  }
-  return at::cat(slices, 1);
-}
-
 Tensor unpack_slices(const Tensor& packed, int64_t rows, at::IntArrayRef sizes,
-                     std::optional<at::ScalarType> dtype) {
+                     at::ScalarType dtype) {
   SlicesParams params{};
   params.columns = set_ends(params, sizes);
   params.rows = rows;
-  TORCH_CHECK(packed.is_contiguous() && packed.dim() == 1 && packed.numel() == params.rows * params.columns,
-              "packed must be contiguous [", params.rows, " x ", params.columns,
-              "], not of shape ", packed.sizes());
+  TORCH_CHECK(packed.is_contiguous() && packed.dim() == 1 &&
+                  packed.numel() == rows * params.columns,
+              "packed must be contiguous [", rows, " x ", params.columns, "], not of shape ",
+              packed.sizes());
+  TORCH_CHECK(packed.scalar_type() != dtype, "unpacking without a conversion is torch.cat");
   const c10::cuda::CUDAGuard guard(packed.device());
-  if (dtype.value_or(packed.scalar_type()) == packed.scalar_type()) {
-    return joined(packed, params.rows, sizes);
-  }
-  Tensor whole = at::empty({params.rows, params.columns},
-                           packed.options().dtype(dtype.value_or(packed.scalar_type())));
+  Tensor whole = at::empty({rows, params.columns}, packed.options().dtype(dtype));
   move_slices(params, packed, whole);
   return whole;
 }

@@ -50,8 +50,8 @@ __device__ __forceinline__ void copy_vectors(const From* from, To* to, int64_t c
   if (first < count) copy_some<false, kSize>(from, to, first, count, scale);
 }
 
-// Whole vectors (16 bytes of what is written) where both sides are aligned alike, and what is before
-// and after them element by element; everything so where they are not.
+// Whole vectors (16 bytes of what is written) where both sides are aligned alike, and what is
+// before and after them element by element; everything so where they are not.
 template <typename From, typename To, typename Number>
 __device__ __forceinline__ void copy_scaled(const From* from, To* to, int64_t count, Number scale) {
   constexpr int kSize = kVectorSize<To>;

@@ -1,24 +1,24 @@
 // One pass over the logits for the statistics, one read and one write for the gradient.
 //
-// Note: groups of threads. A row, or a part of a long row, belongs to a group of threads: a warp where
-// rows are short, a block otherwise. The group walks over it in 16-byte vectors, kUnroll of them in
-// flight a thread. What lies before the first aligned address and after the last whole vector are
-// the edges, of which each thread takes one element at most; so any number of columns and any
-// alignment works, and no thread waits for memory more often than it must. Blocks begin their vectors
-// at a cache line, so that warps write whole lines.
+// Note: groups of threads. A row, or a part of a long row, belongs to a group of threads: a warp
+// where rows are short, a block otherwise. The group walks over it in 16-byte vectors, kUnroll of
+// them in flight a thread. What lies before the first aligned address and after the last whole
+// vector are the edges, of which each thread takes one element at most; so any number of columns
+// and any alignment works, and no thread waits for memory more often than it must. Blocks begin
+// their vectors at a cache line, so that warps write whole lines.
 //
-// Note: running maximum. A thread holds the maximum m of what it has seen and the sum of exp(x - m);
-// a larger maximum rescales the sum (Milakov and Gimelshein, "Online normalizer calculation for
-// softmax", 2018). Exponentials are taken to base 2. Minus infinity as maximum (masked classes, no
-// columns) has no finite reference point: 0 is used, and exp(-inf - 0) = 0 is right. NaN passes
-// through the sum.
+// Note: running maximum. A thread holds the maximum m of what it has seen and the sum of
+// exp(x - m); a larger maximum rescales the sum (Milakov and Gimelshein, "Online normalizer
+// calculation for softmax", 2018). Exponentials are taken to base 2. Minus infinity as maximum
+// (masked classes, no columns) has no finite reference point: 0 is used, and exp(-inf - 0) = 0 is
+// right. NaN passes through the sum.
 #include "cross_entropy.h"
 
 #include <math_constants.h>
 
 #include "vector.cuh"
 
-// A target that is no class must stop the program, as it does in torch: no release build without it.
+// A target that is no class must stop the program, as it does in torch: in every build.
 #undef NDEBUG
 #include <cassert>
 
@@ -28,15 +28,9 @@ namespace {
 constexpr int kBlockThreads = 256;
 constexpr int kWarpThreads = 32;
 constexpr int kUnroll = 4;
+constexpr int kBackwardSteps = 2;
 constexpr int64_t kColumnsForBlock = 4096;     // from here on, a block instead of a warp
 constexpr int64_t kColumnsOfPart = 16384;      // shortest part that a row is cut into
-#ifndef BWD_COLUMNS
-#define BWD_COLUMNS 32768
-#endif
-#ifndef BWD_BLOCKS
-#define BWD_BLOCKS 1
-#endif
-constexpr int64_t kBackwardColumns = BWD_COLUMNS;    // of a block in the backward
 constexpr double kLog2E = 1.4426950408889634;  // log2(e)
 
 __device__ __forceinline__ float exp2_of(float x) {
@@ -264,6 +258,12 @@ __global__ void __launch_bounds__(kBlockThreads) join_parts(CrossEntropyStatisti
         target_logit<T, Number>(params, row, params.targets[row]));
 }
 
+// Of a row, what one group does in the backward: whole steps of a block, so that all of its threads
+// are busy; few, so that the last blocks end together.
+template <typename T>
+constexpr int64_t kBackwardColumns =
+    int64_t(kBackwardSteps) * kUnroll * kBlockThreads * kVectorSize<T>;
+
 // One row's gradient: scale * exp(x - lse) - everywhere, and at_target less at the target.
 template <typename Number>
 struct RowGradient {
@@ -340,7 +340,7 @@ __device__ __forceinline__ void write_gradient(T* x, Range range, const RowGradi
 
 // Groups are numbered by row, then by part.
 template <int kThreads, typename T>
-__global__ void __launch_bounds__(kBlockThreads, BWD_BLOCKS)
+__global__ void __launch_bounds__(kBlockThreads)
     backward(CrossEntropyBackward params, int32_t parts) {
   using Number = NumberOf<T>;
   constexpr int kGroups = kBlockThreads / kThreads;
@@ -348,7 +348,8 @@ __global__ void __launch_bounds__(kBlockThreads, BWD_BLOCKS)
   const int64_t row = group / parts;
   if (row >= params.rows) return;
 
-  const Range range = part_of(params.columns, static_cast<int32_t>(group % parts), parts);
+  const int64_t begin = group % parts * kBackwardColumns<T>;
+  const Range range = {begin, min(params.columns, begin + kBackwardColumns<T>)};
   T* x = static_cast<T*>(params.logits) + row * params.row_stride;
   const int64_t target = params.targets[row];
   const Number grad = static_cast<const Number*>(params.grad)[row];
@@ -428,11 +429,11 @@ cudaError_t launch(const CrossEntropyStatistics& params, cudaStream_t stream) {
 
 cudaError_t launch(const CrossEntropyBackward& params, cudaStream_t stream) {
   if (params.rows == 0 || params.columns == 0) return cudaSuccess;
-  const auto parts =
-      static_cast<int32_t>((params.columns + kBackwardColumns - 1) / kBackwardColumns);
-  const int64_t groups = params.rows * parts;
   return with_type(params.type, [&](auto value) {
     using T = decltype(value);
+    const auto parts =
+        static_cast<int32_t>((params.columns + kBackwardColumns<T> - 1) / kBackwardColumns<T>);
+    const int64_t groups = params.rows * parts;
     if (params.columns < kColumnsForBlock) {
       const auto blocks = static_cast<unsigned>(blocks_for(groups, kWarpThreads));
       backward<kWarpThreads, T><<<blocks, kBlockThreads, 0, stream>>>(params, parts);

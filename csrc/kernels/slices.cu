@@ -1,7 +1,7 @@
 // Note: who does what. A thread owns a column (a vector of kSize elements) in some rows, so that it
 // looks up its slice once and has independent loads in flight. A block is kBlockThreads threads, a
 // power of two of them side by side and the rest in the next rows. Vectors are 16 bytes of what is
-// written: narrower writes with gaps between threads cost a third of the bandwidth, such reads nothing.
+// written: writes with gaps between threads cost a third of the bandwidth, such reads nothing.
 #include "slices.h"
 
 #include "vector.cuh"

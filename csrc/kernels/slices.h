@@ -12,8 +12,8 @@ namespace lightning_smp {
 
 constexpr int32_t kMaxSlices = 64;
 
-// The whole [rows, columns] is contiguous. Slice s, of all rows and columns ends[s - 1] to ends[s], is
-// contiguous as well; the slices lie one after another.
+// The whole [rows, columns] is contiguous. Slice s, of all rows and columns ends[s - 1] to ends[s],
+// is contiguous as well; the slices lie one after another.
 struct SlicesParams {
   const void* source;
   void* target;

@@ -1,5 +1,5 @@
-// Types that host and device code of the kernels share. No torch headers here or in any kernel: what
-// a kernel needs is in one plain struct, and it returns the error of its launch.
+// Types that host and device code of the kernels share. No torch headers here or in any kernel:
+// what a kernel needs is in one plain struct, and it returns the error of its launch.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-"""`python -m lightning_smp plan`: degrees, partition, schedule and memory of a run, without GPUs."""
+"""`python -m lightning_smp plan`: what a run needs and how it is best laid out; no GPU needed."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def main(arguments: Sequence[str]) -> int:
 def _plan(options: argparse.Namespace) -> tuple[str, bool]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        logging.getLogger("transformers").setLevel(logging.ERROR)
         source = _source(options)
+        logging.getLogger("transformers").setLevel(logging.ERROR)  # its import has set it
         device = _device(options)
         is_16_bit = options.precision != "32-true"
         atoms, analysis = source.analyze(device.model(is_16_bit=is_16_bit))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-__all__ = ["Choice", "Flag", "Kind", "Number", "Text", "Whole"]
+__all__ = ["Choice", "Flag", "Kind", "NameStyles", "Number", "Text", "Whole"]
 
 # Degrees and counts travel as int64 and are multiplied with each other.
 _MAX_INT: Final = 2**31 - 1
@@ -149,6 +150,28 @@ class Text:
     def nearest(self, value: object) -> object:
         """Return nothing: there is no nearest text."""
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class NameStyles:
+    """A word, or a mapping from name patterns to styles."""
+
+    word: str
+
+    @property
+    def rule(self) -> str:
+        """The rule in words."""
+        return f'"{self.word}" or a mapping from name patterns to styles'
+
+    def accepts(self, value: object) -> bool:
+        """Tell whether the value is the word or a mapping of texts that is not empty."""
+        if isinstance(value, Mapping):
+            return bool(value) and all(type(item) is str for pair in value.items() for item in pair)
+        return type(value) is str and value == self.word
+
+    def nearest(self, value: object) -> object:
+        """Return the word."""
+        return self.word
 
 
 def _as_float(value: object) -> float | None:

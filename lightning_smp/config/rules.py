@@ -90,6 +90,62 @@ def _virtual_needs_contiguous(values: Values) -> Problem | None:
     return _problem(values, "virtual_pipeline_degree", rule, 'Use partition_policy="contiguous".')
 
 
+def _timeline_needs_stages(values: Values) -> Problem | None:
+    if values["timeline_every_n_steps"] == 0 or values["pipeline_parallel_degree"] > 1:
+        return None
+    rule = "a single stage has no schedule to measure"
+    return _problem(values, "timeline_every_n_steps", rule, "Use timeline_every_n_steps=0.")
+
+
+def _rebalance_needs_stages(values: Values) -> Problem | None:
+    if values["rebalance_after_steps"] == 0 or values["pipeline_parallel_degree"] > 1:
+        return None
+    rule = "a single stage has nothing to balance"
+    return _problem(values, "rebalance_after_steps", rule, "Use rebalance_after_steps=0.")
+
+
+def _rebalance_needs_measured_step(values: Values) -> Problem | None:
+    if values["rebalance_after_steps"] != 1:
+        return None
+    rule = "it must be 0 or at least 2, because the first step is recorded, not measured"
+    return _problem(values, "rebalance_after_steps", rule, "Use rebalance_after_steps=5.")
+
+
+def _rebalance_needs_auto_partition(values: Values) -> Problem | None:
+    if values["rebalance_after_steps"] == 0 or values["auto_partition"]:
+        return None
+    rule = "it must be 0 because auto_partition is False: the stages are chosen by hand"
+    return _problem(values, "rebalance_after_steps", rule, "Use rebalance_after_steps=0.")
+
+
+def _rebalance_excludes_file(values: Values) -> Problem | None:
+    if values["rebalance_after_steps"] == 0 or values["pipeline"] != "file":
+        return None
+    rule = 'it must be 0 because pipeline is "file", whose order is for one split'
+    return _problem(values, "rebalance_after_steps", rule, "Use rebalance_after_steps=0.")
+
+
+def _rebalance_excludes_sharded_state(values: Values) -> Problem | None:
+    if values["rebalance_after_steps"] == 0 or not values["shard_optimizer_state"]:
+        return None
+    rule = "it must be 0 because shard_optimizer_state is True: replicas hold different state"
+    return _problem(values, "rebalance_after_steps", rule, "Use rebalance_after_steps=0.")
+
+
+def _rebalance_excludes_fp16(values: Values) -> Problem | None:
+    if values["rebalance_after_steps"] == 0 or not values["fp16"]:
+        return None
+    rule = "it must be 0 because fp16 is True: the float32 copies of the weights cannot move"
+    return _problem(values, "rebalance_after_steps", rule, "Use rebalance_after_steps=0.")
+
+
+def _backend_needs_compile(values: Values) -> Problem | None:
+    if values["compile"] or values["compile_backend"] == "inductor":
+        return None
+    rule = "it needs compile=True"
+    return _problem(values, "compile_backend", rule, "Use compile=True.")
+
+
 def _file_pipeline_needs_file(values: Values) -> Problem | None:
     if values["pipeline"] != "file" or values["schedule_file"] is not None:
         return None
@@ -180,6 +236,14 @@ _RULES: Final[tuple[_Rule, ...]] = (
     _Rule(("virtual_pipeline_degree", "auto_partition"), _virtual_needs_auto_partition),
     _Rule(("virtual_pipeline_degree", "pipeline_parallel_degree"), _virtual_needs_stages),
     _Rule(("virtual_pipeline_degree", "partition_policy"), _virtual_needs_contiguous),
+    _Rule(("timeline_every_n_steps", "pipeline_parallel_degree"), _timeline_needs_stages),
+    _Rule(("rebalance_after_steps", "pipeline_parallel_degree"), _rebalance_needs_stages),
+    _Rule(("rebalance_after_steps",), _rebalance_needs_measured_step),
+    _Rule(("rebalance_after_steps", "auto_partition"), _rebalance_needs_auto_partition),
+    _Rule(("rebalance_after_steps", "pipeline"), _rebalance_excludes_file),
+    _Rule(("rebalance_after_steps", "shard_optimizer_state"), _rebalance_excludes_sharded_state),
+    _Rule(("rebalance_after_steps", "fp16"), _rebalance_excludes_fp16),
+    _Rule(("compile", "compile_backend"), _backend_needs_compile),
     _Rule(("pipeline", "schedule_file"), _file_pipeline_needs_file),
     _Rule(("pipeline", "schedule_file"), _file_needs_file_pipeline),
     _Rule(("pipeline", "activation_limit_mb"), _limit_needs_other_than_simple),

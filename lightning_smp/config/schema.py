@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Final, Literal
 
 from lightning_smp.config.keys import Key, Support, key, keys_of
-from lightning_smp.config.kinds import Choice, Flag, Number, Text, Whole
+from lightning_smp.config.kinds import Choice, Flag, NameStyles, Number, Text, Whole
 from lightning_smp.config.problems import config_error
 from lightning_smp.config.rules import cross_problems, world_problems
 from lightning_smp.topology import PLACEMENTS, Topology
@@ -60,6 +61,22 @@ class SMPConfig:
         None,
         "MiB of activations that a stage may keep at once, by estimate; None: no limit",
     )
+    timeline_every_n_steps: int = key(
+        Whole(0),
+        0,
+        "measure where the time of every n-th training step goes and log it; 0: never; see "
+        "docs/timeline.md",
+    )
+    rebalance_after_steps: int = key(
+        Whole(0),
+        0,
+        "measure the units of the model over this many training steps, then move them so that the "
+        "stages take equally long; 0: never; see docs/rebalance.md",
+    )
+    compile: bool = key(
+        Flag(), False, "compile each unit with `torch.compile`; see docs/compile.md"
+    )
+    compile_backend: str = key(Text(), "inductor", "what `torch.compile` compiles with")
     deterministic_server: bool = key(
         Flag(), False, "same order of work on all replicas; the order is fixed in either case"
     )
@@ -116,9 +133,7 @@ class SMPConfig:
     skip_tracing: bool = key(
         Flag(),
         False,
-        "split without a look at the model's costs",
-        support=Support.PLANNED,
-        instead="Remove it: the analysis runs without memory for parameters or activations.",
+        "split by parameter counts in module order, without a run of the step on fake tensors",
     )
 
     # --- ranks and data parallelism
@@ -164,6 +179,12 @@ class SMPConfig:
 
     # --- tensor parallelism
     tensor_parallel_degree: int = key(Whole(), 1, "ranks that split one module")
+    tensor_parallel_modules: str | Mapping[str, str] | None = key(
+        NameStyles("auto"),
+        None,
+        "what is split: registered classes and known Hugging Face models too, or modules by name "
+        'in the styles "column", "row", "embedding", "vocab" and "block"; None: what contexts mark',
+    )
     tensor_parallel_weights: Literal["slice", "reinit"] = key(
         Choice(("slice", "reinit")),
         "slice",
@@ -223,9 +244,7 @@ class SMPConfig:
     fp16: bool = key(
         Flag(),
         False,
-        "float16 with loss scaling",
-        support=Support.PLANNED,
-        instead='Remove it and use Trainer(precision="16-mixed").',
+        "scripts: float16 parameters, float32 master weights and loss scaling",
     )
     bf16: bool = key(
         Flag(),
@@ -261,6 +280,8 @@ class SMPConfig:
             if isinstance(KEYS[name].kind, Number) and value is not None:
                 # So that 300 and 300.0 have one fingerprint.
                 object.__setattr__(self, name, float(value))
+            elif isinstance(value, Mapping):
+                object.__setattr__(self, name, dict(value))
 
     @property
     def partitions(self) -> int:
@@ -307,7 +328,7 @@ class SMPConfig:
         if problems:
             raise config_error(problems)
 
-    def as_dict(self) -> dict[str, bool | int | float | str | None]:
+    def as_dict(self) -> dict[str, bool | int | float | str | Mapping[str, str] | None]:
         """Return all keys and values, ready for JSON and for ``SMPConfig(**values)``."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 

@@ -44,10 +44,13 @@ def deferring() -> Iterator[None]:
         register_module_parameter_registration_hook(_name_tensor),
         register_module_buffer_registration_hook(_name_tensor),
     )
+    cudnn = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False  # else RNNs on a GPU ask where their weights are
     try:
         with _DeferringMode(recording):
             yield
     finally:
+        torch.backends.cudnn.enabled = cudnn
         recording.is_active = False
         for handle in naming:
             handle.remove()

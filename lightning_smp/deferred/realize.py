@@ -89,6 +89,9 @@ def realize_module(module: nn.Module, device: torch.device | None = None) -> Non
     for inner in module.modules():
         tensors += attribute_tensors(inner)
     realize(tensors, device)
+    for inner in module.modules():
+        if isinstance(inner, nn.RNNBase):
+            inner.flatten_parameters()  # one memory for all of them, as cuDNN wants it
 
 
 def attribute_tensors(module: nn.Module) -> list[Tensor]:

@@ -12,6 +12,7 @@ large ones as they are, with their version, so that a later change is refused an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -101,8 +102,8 @@ class Ref:
             buffer, meta.dtype, tuple(meta.size()), tuple(meta.stride()), int(meta.storage_offset())
         )
 
-    def covers_buffer(self) -> bool:
-        """Whether it has every element of the buffer exactly once."""
+    def is_dense(self) -> bool:
+        """Whether it has every element between its first and its last exactly once."""
         expected = 1
         for stride, size in sorted(zip(self.stride, self.size, strict=True)):
             if size == 1:
@@ -110,7 +111,12 @@ class Ref:
             if stride != expected:
                 return False
             expected *= size
-        return self.offset == 0 and expected * self.dtype.itemsize == self.buffer.num_bytes
+        return True
+
+    def covers_buffer(self) -> bool:
+        """Whether it has every element of the buffer exactly once."""
+        num_bytes = math.prod(self.size) * self.dtype.itemsize
+        return self.is_dense() and num_bytes == self.buffer.num_bytes
 
     def in_storage(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor, in the real storage."""

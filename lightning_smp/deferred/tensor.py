@@ -72,7 +72,9 @@ def real_value(tensor: Tensor) -> Tensor:
     assert held is not None
     ref = held.ref()
     with torch.no_grad():
-        return ref.in_storage(replay([ref])[ref.buffer])
+        value = ref.in_storage(replay([ref])[ref.buffer])
+        # The rest of a larger memory is freed, where that does not change the strides.
+        return value.clone() if ref.is_dense() and not ref.covers_buffer() else value
 
 
 def become(tensor: Tensor, data: Tensor) -> None:

@@ -18,6 +18,7 @@ from lightning_smp.deploy.partitioning import (
     install_units,
     place_weights,
     plan_model,
+    reassign_units,
     sync_each,
 )
 from lightning_smp.deploy.running import run_whole
@@ -27,7 +28,7 @@ from lightning_smp.engine import PipelineEngine, StepPlan
 from lightning_smp.engine.channels import Channels, Directions, make_directions
 from lightning_smp.engine.control import Control
 from lightning_smp.groups import Groups
-from lightning_smp.partitioning import Partition, find_atoms, report
+from lightning_smp.partitioning import AtomCost, Partition, find_atoms, report
 from lightning_smp.partitioning.marks import marked_stages
 from lightning_smp.placed.random import DrawState, mix_seed, seed_everywhere
 from lightning_smp.placed.runtime import Runtime
@@ -59,6 +60,8 @@ class Deployment:
         engine: runs steps over the stages; None likewise.
         sharing: the groups that gradients are summed over; None before the first step.
         seeding: with one stage, seeds its units as several stages would; may be None.
+        is_last_batch: whether this rank has no batch after the one of the step; the ranks of a
+            tensor group must agree before one of them leaves the loop.
         seed: where the random streams of units begin, equal on all ranks.
     """
 
@@ -85,11 +88,13 @@ class Deployment:
         self.sharing: SharingGroups | None = None
         self.seeding: SeededUnits | None = None
         self.seed = 0
+        self.is_last_batch = False
         self.tensor_group = TensorGroup(groups)
         ranks, control = groups.batch_sharers(config.prescaled_batch)
         self.same_batch = SameBatch(control, ranks)
         self._backend = backend
         self._ownership: Ownership | None = None
+        self._made_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     @property
     def is_split(self) -> bool:
@@ -184,6 +189,7 @@ class Deployment:
             manual=None if manual is None else dict(manual),
             virtual_stages=config.virtual_pipeline_degree,
             policy=config.partition_policy,
+            skip_tracing=config.skip_tracing,
         )  # fmt: skip
 
     def install(self, partition: Partition, optimizers: Sequence[Any] = ()) -> None:
@@ -203,8 +209,30 @@ class Deployment:
             active_microbatches=self.config.active_microbatches,
             table=None if file is None else read_schedule(file),
             activation_limit=None if limit is None else limit * 2**20,
-            costs={unit.index: partition.costs[unit.name] for unit in self.runtime.units},
+            costs=self._unit_costs(partition),
         )
+
+    def reassign(
+        self, partition: Partition, ownership: Ownership, optimizers: Sequence[Any] = ()
+    ) -> None:
+        """Units have moved, with all that they hold. Collective over the world.
+
+        Args:
+            partition: where they are now.
+            ownership: the same, as who holds what.
+            optimizers: drop what they keep for parameters that are elsewhere.
+        """
+        assert self.runtime is not None
+        assert self.engine is not None
+        self.partition, self._ownership = partition, ownership
+        reassign_units(self.module, partition, ownership, self.runtime)
+        place_weights(self.module, ownership, self.runtime, list(optimizers))
+        self.engine.forget(self._unit_costs(partition))
+        self.sharing = self._make_sharing()
+
+    def _unit_costs(self, partition: Partition) -> dict[int, AtomCost]:
+        assert self.runtime is not None
+        return {unit.index: partition.costs[unit.name] for unit in self.runtime.units}
 
     def _directions(self) -> Directions | None:
         """Groups of neighbours, where the backend needs them. Collective over the world."""
@@ -224,11 +252,15 @@ class Deployment:
         timeout = timedelta(seconds=self.config.timeout)
 
         def make_group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+            if ranks in self._made_groups:
+                return self._made_groups[ranks]
             # Across stages a rank must not wait for a reduction before it starts the next.
             is_one_stage = len({topology.pp_rank(rank) for rank in ranks}) == 1
             backend = self.groups.bounded_backend if is_one_stage else self._backend
             made: dist.ProcessGroup | None = dist.new_group(list(ranks), timeout, backend=backend)
-            return made if self.groups.rank in ranks else None  # others get torch's stand-in
+            made = made if self.groups.rank in ranks else None  # others get torch's stand-in
+            self._made_groups[ranks] = made
+            return made
 
         return SharingGroups(self._ownership, stage_ranks, make_group, topology.tp_rank)
 
@@ -281,12 +313,24 @@ class Deployment:
         """
         tensor = self.ownership.tensor
         if tensor.is_active:
-            self.tensor_group.agree(plan.name, plan.specs)
+            self.tensor_group.agree(plan.name, (plan.specs, f"last batch: {self.is_last_batch}"))
             rest = plan.seed[2:]  # the second is which share of the data it is
             tensor.tp.streams.begin(plan.seed[0], self.groups.rdp_rank, *rest)
         if self.engine is not None:
             return self.engine.step(plan)
         return run_whole(plan, self.module, self.seeding)
+
+    def meet(self, what: str) -> None:
+        """Before a collective outside of steps: the ranks of a tensor group all come to it.
+
+        A rank that is out of data would wait in it while its peers wait for it in a step.
+        Collective over tp.
+
+        Raises:
+            CommunicationError: others are somewhere else.
+        """
+        if self.ownership.tensor.is_active:
+            self.tensor_group.agree(what, "outside of steps")
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The numbers of tensors that a step gave, detached, on every rank. Collective over pp."""

@@ -11,6 +11,8 @@ from lightning_smp.deploy.tensor_group import same_weights
 from lightning_smp.groups import Groups
 from lightning_smp.process_state import state
 from lightning_smp.tensor_parallel.module import distributed_modules
+from lightning_smp.tensor_parallel.patterns import pattern_rule
+from lightning_smp.tensor_parallel.pretrained import pretrained_rule
 from lightning_smp.tensor_parallel.replace import (
     Rule,
     distribute,
@@ -18,17 +20,14 @@ from lightning_smp.tensor_parallel.replace import (
     registered_rule,
 )
 
-__all__ = ["distribute_model"]
-
-_RULES: tuple[Rule, ...] = (registered_rule, marked_rule)
-
+__all__ = ["distribute_model", "rules_of_config"]
 
 def distribute_model(
     model: nn.Module,
     config: SMPConfig,
     groups: Groups,
     say: Callable[[str], None],
-    rules: Sequence[Rule] = _RULES,
+    rules: Sequence[Rule] | None = None,
 ) -> nn.Module:
     """Replace what rules name by distributed modules, before optimizers exist. Collective over tp.
 
@@ -37,7 +36,7 @@ def distribute_model(
         config: the configuration.
         groups: the process groups; `process_state.state` must have been started with them.
         say: shows the report.
-        rules: say what becomes of a module, from outermost in.
+        rules: say what becomes of a module, from outermost in; by default the configuration's.
 
     Returns:
         The model; another object only if it was replaced as a whole.
@@ -50,8 +49,23 @@ def distribute_model(
         return model
     if config.tensor_parallel_weights == "slice":
         same_weights(model, groups)
+    given = rules_of_config(config) if rules is None else rules
     result, report = distribute(
-        model, state.tensor_parallel, rules, weights=config.tensor_parallel_weights
+        model, state.tensor_parallel, given, weights=config.tensor_parallel_weights
     )
     say(str(report))
     return result
+
+
+def rules_of_config(config: SMPConfig) -> tuple[Rule, ...]:
+    """Returns what ``tensor_parallel_modules`` asks for.
+
+    Raises:
+        ConfigError: an unknown style.
+    """
+    asked, weights = config.tensor_parallel_modules, config.tensor_parallel_weights
+    if asked is None:
+        return (registered_rule, marked_rule)
+    if isinstance(asked, str):
+        return (registered_rule, pretrained_rule(weights), marked_rule)
+    return (pattern_rule(asked, weights),)

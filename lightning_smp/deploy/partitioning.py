@@ -13,6 +13,7 @@ from lightning_smp.errors import PartitionError, UnsupportedError
 from lightning_smp.partitioning import (
     Partition,
     analyze,
+    count_parameters,
     fake_batch,
     find_atoms,
     new_fake_mode,
@@ -25,7 +26,14 @@ from lightning_smp.placed.runtime import Runtime
 from lightning_smp.placed.units import UnitEntry
 from lightning_smp.weights.ownership import Ownership, forget_foreign_state, materialize, release
 
-__all__ = ["install_units", "place_weights", "plan_model", "sync_each", "sync_weights"]
+__all__ = [
+    "install_units",
+    "ownership_of",
+    "place_weights",
+    "plan_model",
+    "reassign_units",
+    "sync_each",
+]
 
 
 def plan_model(
@@ -41,6 +49,7 @@ def plan_model(
     manual: dict[str, int] | None,
     virtual_stages: int = 1,
     policy: Literal["contiguous", "tree"] = "contiguous",
+    skip_tracing: bool = False,
 ) -> Partition:
     """Decides where every unit lives. Collective over pp.
 
@@ -56,14 +65,18 @@ def plan_model(
         manual: stages by module name; None splits automatically.
         virtual_stages: chunks of the model per stage.
         policy: rule of the automatic split.
+        skip_tracing: split by parameter counts in module order, without a run on fake tensors.
 
     Raises:
         PartitionError: the ranks built different models, or there is nothing to divide.
     """
     atoms = find_atoms(module)
-    mode = new_fake_mode()
-    fake = fake_batch(batch, mode)
-    analysis = analyze(module, lambda copy: call(copy, fake), atoms, mode=mode)
+    if skip_tracing:
+        analysis = count_parameters(module, atoms, reason="skip_tracing is set")
+    else:
+        mode = new_fake_mode()
+        fake = fake_batch(batch, mode)
+        analysis = analyze(module, lambda copy: call(copy, fake), atoms, mode=mode)
     partition = plan_partition(
         module, analysis, atoms, num_stages, memory_weight=memory_weight,
         tied_parameters=tied_parameters, default_partition=default_partition, manual=manual,
@@ -84,33 +97,15 @@ def _tree_mark(module: nn.Module) -> list[Any]:
 
 def install_units(module: nn.Module, partition: Partition, runtime: Runtime) -> Ownership:
     """Enters the units into the runtime and the module; returns who holds what."""
-    atoms = {atom.name: atom for atom in find_atoms(module)}
     floating = set(partition.floating)
     inside: set[int] = set()
-    parameters: dict[str, set[int]] = {}
-    buffers: dict[str, set[int]] = {}
-    units: dict[str, int] = {}
-    for name, atom in atoms.items():
-        stage = partition.stage_of[name]
-        home = -1 if name in floating else stage
-        cost = partition.costs[name].forward_s if name in partition.costs else 0.0
-        entry = UnitEntry(runtime, atom.index, name, atom.module, home, cost)
+    for atom in find_atoms(module):
+        home = -1 if atom.name in floating else partition.stage_of[atom.name]
+        cost = partition.costs[atom.name].forward_s if atom.name in partition.costs else 0.0
+        entry = UnitEntry(runtime, atom.index, atom.name, atom.module, home, cost)
         runtime.units.append(entry)
         inside.update(id(inner) for inner in atom.module.modules())
-        if home < 0:
-            continue
-        units[name] = stage
-        for path, _ in atom.module.named_parameters(remove_duplicate=False):
-            parameters.setdefault(f"{name}.{path}", set()).add(stage)
-        for path, _ in atom.module.named_buffers(remove_duplicate=False):
-            buffers.setdefault(f"{name}.{path}", set()).add(stage)
-    everywhere = set(range(partition.num_stages))
-    for name in outer_parameters(module, tuple(atoms.values())):
-        parameters[name] = everywhere
-    ownership = Ownership(
-        module, parameters, pp_rank=runtime.rank, pp_size=partition.num_stages,
-        buffers=buffers, units=units,
-    )  # fmt: skip
+    ownership = ownership_of(module, partition, runtime.rank)
     runtime.outer_modules = {
         name: inner
         for name, inner in module.named_modules()
@@ -122,6 +117,43 @@ def install_units(module: nn.Module, partition: Partition, runtime: Runtime) -> 
         MetricBoundary(runtime, metric).install()
     _guard_state_dicts(module, ownership, runtime)
     return ownership
+
+
+def ownership_of(module: nn.Module, partition: Partition, pp_rank: int) -> Ownership:
+    """Who holds what in a partition, seen from one stage."""
+    atoms = find_atoms(module)
+    parameters: dict[str, set[int]] = {}
+    buffers: dict[str, set[int]] = {}
+    units = {name: s for name, s in partition.stage_of.items() if name not in partition.floating}
+    for atom in atoms:
+        name = atom.name
+        if name not in units:
+            continue
+        for path, _ in atom.module.named_parameters(remove_duplicate=False):
+            parameters.setdefault(f"{name}.{path}", set()).add(units[name])
+        for path, _ in atom.module.named_buffers(remove_duplicate=False):
+            buffers.setdefault(f"{name}.{path}", set()).add(units[name])
+    everywhere = set(range(partition.num_stages))
+    for name in outer_parameters(module, atoms):
+        parameters[name] = everywhere
+    return Ownership(
+        module, parameters, pp_rank=pp_rank, pp_size=partition.num_stages, buffers=buffers,
+        units=units,
+    )  # fmt: skip
+
+
+def reassign_units(
+    module: nn.Module, partition: Partition, ownership: Ownership, runtime: Runtime
+) -> None:
+    """Tells the units that are in the module already where they live now, and what they cost."""
+    for unit in runtime.units:
+        if unit.stage >= 0:
+            unit.stage = partition.stage_of[unit.name]
+        unit.cost = partition.costs[unit.name].forward_s
+    for hook in runtime.hooks:
+        hook.remove()
+    runtime.hooks.clear()
+    _guard_state_dicts(module, ownership, runtime)
 
 
 def _guard_state_dicts(module: nn.Module, ownership: Ownership, runtime: Runtime) -> None:
@@ -148,6 +180,7 @@ def place_weights(
     release(module, ownership)
     materialize(module, ownership, runtime.device)
     table = runtime.table
+    table.held.clear()
     for parameter in ownership.parameters():
         stages = ownership.stages_of(parameter)
         if len(stages) < ownership.pp_size:
@@ -160,11 +193,6 @@ def place_weights(
         forget_foreign_state(optimizer, ownership)
     for metric in find_metrics(module):
         metric.to(runtime.device)
-
-
-def sync_weights(module: nn.Module, group: Any, source: int) -> None:
-    """Gives every replica the weights and buffers of the first. Collective over ``group``."""
-    sync_each([*module.parameters(), *module.buffers()], group, source)
 
 
 def sync_each(tensors: list[torch.Tensor], group: Any, source: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,11 @@ def run_whole(plan: StepPlan, module: nn.Module, seeding: SeededUnits | None) ->
         module: the model.
         seeding: seeds its units as several stages would; None draws as usual.
     """
+    with nullcontext() if seeding is None else seeding.repeating():
+        return _run_microbatches(plan, module, seeding)
+
+
+def _run_microbatches(plan: StepPlan, module: nn.Module, seeding: SeededUnits | None) -> list[Any]:
     detaches = (plan.loss_of is not None or plan.roots is not None) and not plan.keeps_graphs
     results = []
     for m, body in enumerate(plan.bodies):

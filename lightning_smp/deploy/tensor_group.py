@@ -26,7 +26,10 @@ from lightning_smp.wire import all_gather_objects, broadcast_object
 __all__ = ["TensorGroup", "same_weights", "sync_tensors"]
 
 _DIGEST_BYTES = 16
-_PLAN_FIELDS = ("order", "mode", "floating", "slowest", "reason", "virtual_stages", "num_stages")
+_PLAN_FIELDS = (
+    "order", "mode", "floating", "slowest", "reason", "virtual_stages", "num_stages",
+    "mutable_buffers",
+)  # fmt: skip
 
 
 class TensorGroup:

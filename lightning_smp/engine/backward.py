@@ -56,7 +56,12 @@ class Backwards:
             gradient = self._incoming_gradient(run, program.edges[index])
             if gradient is not None:
                 seeds[index] = gradient
-        if split:
+        meter = self.context.meter
+        if meter is not None:  # a split backward is measured whole
+            meter.begin_backward()
+            segment.backward(seeds, retain_graph=retain_graph)
+            meter.end_backward()
+        elif split:
             self.later[run.index, ordinal] = segment.backward_of_inputs(seeds)
         else:
             segment.backward(seeds, retain_graph=retain_graph)
@@ -71,8 +76,10 @@ class Backwards:
                 del segment.left[index]
 
     def _run_later_part(self, run: MicrobatchRun, ordinal: int) -> None:
-        """What the first part of a segment's backward put off."""
-        self.later.pop((run.index, ordinal)).run()
+        """What the first part of a segment's backward put off, if it did."""
+        later = self.later.pop((run.index, ordinal), None)
+        if later is not None:
+            later.run()
 
     def _incoming_gradient(self, run: MicrobatchRun, edge: Edge) -> torch.Tensor | None:
         if edge.is_message:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_smp.program import TensorSpec
+from lightning_smp.timeline.clock import StepClock
 from lightning_smp.topology import Topology
 
 __all__ = ["Channels", "Directions", "make_directions"]
@@ -78,6 +79,7 @@ class Channels:
                 self._inward[stage] = (back, dist.get_group_rank(back, peer))
         self._stages = device.type == "cuda" and dist.get_backend(group) == "gloo"
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
+        self.clock: StepClock | None = None
         self._inbound = {stage: _Inbound(self, stage) for stage in range(len(ranks))}
 
     def send(self, tensor: torch.Tensor, stage: int, *, copy: bool) -> None:
@@ -174,7 +176,10 @@ class _Inbound:
             self._post_ahead()
             assert self._posted, f"nothing more is expected from stage {self._stage}, want {key}"
             posted_key, spec, (work, buffer, _) = self._posted.popleft()
-            work.wait()
+            if self._channels.clock is None:
+                work.wait()
+            else:
+                self._channels.clock.wait(work, self._stage, posted_key)
             tensor = self._channels._land(buffer, spec)
             if posted_key == key:
                 found = tensor

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from lightning_smp.engine.channels import Channels
 from lightning_smp.engine.control import Control
 from lightning_smp.engine.fiber import FiberPool
 from lightning_smp.engine.messages import segment_graph
+from lightning_smp.engine.meter import UnitMeter
 from lightning_smp.engine.plan import StepPlan
 from lightning_smp.engine.step import Step
 from lightning_smp.partitioning.costs import AtomCost
@@ -20,6 +22,7 @@ from lightning_smp.placed.runtime import Runtime
 from lightning_smp.placed.tensor import PlacedTensor
 from lightning_smp.program import EVERYWHERE, Program
 from lightning_smp.schedule import Schedule, SegmentGraph, fit_schedule, make_schedule
+from lightning_smp.timeline import StepClock, StepRecord
 
 __all__ = ["PipelineEngine", "StepPlan"]
 
@@ -38,6 +41,11 @@ class PipelineEngine:
         table: the order of training steps, for pipeline "file".
         activation_limit: most bytes of activations on a rank, None for any.
         costs: by index of the unit, what its backward costs and keeps.
+
+    Attributes:
+        schedule: of the last step that had one.
+        meter: measures units while it is set.
+        programs: of the microbatches of the last measured step.
     """
 
     def __init__(
@@ -55,26 +63,56 @@ class PipelineEngine:
         self.activation_limit = activation_limit
         self.costs = costs
         self.schedule: Schedule | None = None
+        self.clock: StepClock | None = None
+        self.meter: UnitMeter | None = None
+        self.programs: list[Program] = []
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._always_recorded: set[Hashable] = set()
         self._known_names: set[str] = set()
         self._schedules: dict[Hashable, Schedule] = {}
         self._pool = FiberPool()
         self._step: Step | None = None
+        self._measured: list[Any] | None = None
         self.position = ""
 
     def step(self, plan: StepPlan) -> list[Any]:
         """Runs a step; returns what the bodies returned. Collective over pp."""
         assert self._step is None
         self._step = step = Step(self, plan)
+        if self.meter is not None:
+            self.meter.begin_step()
         try:
             with outer_patches(step):
                 results = step.run()
+            if self.meter is not None:
+                self.meter.end_step(counts=step.followed_all())
+                self.programs = step.programs
             self.position = ""  # kept after an error, whose report asks for it
+            if self.clock is not None and step.followed_all():
+                self._measured = self.clock.finish(step.programs).to_plain()
             return results
         finally:
             self._step = None
             step.close()
+
+    @contextmanager
+    def measured(self) -> Iterator[list[StepRecord]]:
+        """Measures the step inside; afterwards the list has what each stage measured.
+
+        It stays empty if the step recorded microbatches, which says nothing about the next ones.
+        Collective over pp.
+        """
+        found: list[StepRecord] = []
+        self.control.agree_at("the start of a measured step")  # a common start of all clocks
+        self.clock = self.channels.clock = StepClock(self.runtime.device)
+        self._measured = None
+        try:
+            yield found
+            records = self.control.agree_at("the end of a measured step", self._measured)
+            if all(record is not None for record in records):
+                found.extend(StepRecord.from_plain(record) for record in records)
+        finally:
+            self.clock = self.channels.clock = None
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The numbers of placed tensors on every rank, after their step. Collective over pp."""
@@ -117,6 +155,17 @@ class PipelineEngine:
         assert found is not None
         with torch._C.DisableTorchFunctionSubclass():
             return found.to(tensor.device)
+
+    def forget(self, costs: Mapping[int, AtomCost]) -> None:
+        """Units have moved: all programs are recorded anew.
+
+        Args:
+            costs: by index of the unit, as measured.
+        """
+        self.costs = costs
+        self.programs = []
+        for kept in (self._programs, self._always_recorded, self._known_names, self._schedules):
+            kept.clear()
 
     def remember(self, spec: Hashable, program: Program) -> None:
         """Keeps a recorded program for later steps."""

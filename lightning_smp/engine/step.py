@@ -41,6 +41,7 @@ class Step(Backwards):
     def __init__(self, engine: PipelineEngine, plan: StepPlan) -> None:
         super().__init__(engine, plan)
         self.context = StepContext(engine.runtime, engine.channels, engine.control, self, plan.seed)
+        self.context.meter = engine.meter
         count = len(plan.bodies)
         self.programs: list[Program] = []
         self.finished = [False] * count
@@ -76,6 +77,10 @@ class Step(Backwards):
         self.channels.finish()
         engine._known_names.add(plan.name)
         return self.results
+
+    def followed_all(self) -> bool:
+        """Whether every microbatch followed its program to the end."""
+        return not self.deviations and all(run.following for run in self.runs)
 
     def close(self) -> None:
         """Ends forwards that will not be resumed."""
@@ -128,13 +133,18 @@ class Step(Backwards):
 
     def loop(self) -> None:
         """Runs the rest of this rank's actions, then settles with the others."""
+        clock = self.engine.clock
         while self.cursor < len(self.row):
             action = self.row[self.cursor]
             self.cursor += 1
+            if clock is not None:
+                clock.begin()
             if action.kind == "F":
                 self._forward(action)
-                continue
-            self._backward(action)
+            else:
+                self._backward(action)
+            if clock is not None:
+                clock.end(action)
             final = self.final.get(self.cursor - 1)
             if final and not self.deviations:
                 assert self.plan.on_final is not None
@@ -290,7 +300,9 @@ class Step(Backwards):
 def _equal(one: Program, other: Program) -> bool:
     if one is other:
         return True
-    return len(one.entries) == len(other.entries) and all(
+    if one.losses != other.losses or len(one.entries) != len(other.entries):
+        return False
+    return all(
         a.key == b.key and a.outcome == b.outcome
         for a, b in zip(one.entries, other.entries, strict=True)
     )

@@ -14,6 +14,7 @@ from lightning_smp.weights.ownership import Ownership
 if TYPE_CHECKING:
     from lightning_smp.config import SMPConfig
     from lightning_smp.deploy.deployment import Deployment
+    from lightning_smp.deploy.rebalancing import Rebalanced, Rebalancer
     from lightning_smp.failure import FailureWatch
     from lightning_smp.groups import Groups
 
@@ -47,6 +48,11 @@ class StrategyState:
 
     def _start(self, config: SMPConfig, backend: str | None) -> None:
         """The state before a run."""
+        if config.fp16:
+            raise ConfigError(
+                "fp16 = True: it is for scripts, where smp.DistributedOptimizer scales the loss. "
+                'In a LightningModule use Trainer(precision="16-mixed").'
+            )
         self.config = config
         self._backend = backend
         self._num_nodes = 1
@@ -54,6 +60,7 @@ class StrategyState:
         self._trainer: Any = None
         self._groups: Groups | None = None
         self._deployment: Deployment | None = None
+        self._rebalancer: Rebalancer | None = None
         self._watch: FailureWatch | None = None
         self._block_sync = False
         self._weighted: bool | None = None
@@ -78,6 +85,11 @@ class StrategyState:
         """The module over the ranks; exists from `setup` on."""
         assert self._deployment is not None
         return self._deployment
+
+    @property
+    def rebalanced(self) -> Rebalanced | None:
+        """What `rebalance_after_steps` has done; None before."""
+        return None if self._rebalancer is None else self._rebalancer.result
 
     @property
     def ownership(self) -> Ownership:

@@ -123,6 +123,8 @@ class Environment(StrategyState):
         """Reduces over the replicas. Collective over ``group``, by default over dp."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
+        if group is None:
+            self._meet("reduce")
         group = self._replicas(group)
         size = dist.get_world_size(group)
         if size == 1:
@@ -138,12 +140,15 @@ class Environment(StrategyState):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all (or any) ranks of the world say yes. Collective over the world."""
+        self._meet("reduce_boolean_decision")
         count = torch.tensor(int(decision))
         dist.all_reduce(count, group=self.groups.world_control)
         return int(count) == dist.get_world_size() if all else int(count) > 0
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> Any:
         """Gathers from the replicas, [dp, ...]. Collective over ``group``, by default over dp."""
+        if group is None:
+            self._meet("all_gather")
         module = self._import_fabric("utilities.distributed")
         return module._all_gather_ddp_if_available(
             tensor, group=self._replicas(group), sync_grads=sync_grads
@@ -151,14 +156,21 @@ class Environment(StrategyState):
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks. Collective over the world."""
+        self._meet("barrier")
         if dist.is_initialized() and self._groups is not None:
             dist.barrier(group=self.groups.world_control)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of global rank ``src``, sent as plain data. Collective over the world."""
+        self._meet("broadcast")
         if self._groups is None or dist.get_world_size() == 1:
             return obj
         return broadcast_object(obj, src, self.groups.world_control)
+
+    def _meet(self, what: str) -> None:
+        """Notices a rank that is out of data before its tensor group waits for it."""
+        if self._deployment is not None and dist.is_initialized():
+            self._deployment.meet(what)
 
     def _replicas(self, group: Any) -> Any:
         if group is None or group is dist.group.WORLD:

@@ -31,6 +31,11 @@ def check_trainer(
             f"{trainer.world_size} processes: each rank reads its own clock, so they would not "
             "validate at the same batch. Give a number of batches or a fraction of an epoch."
         )
+    if config.rebalance_after_steps and not module.automatic_optimization:
+        raise UnsupportedError(
+            f"rebalance_after_steps={config.rebalance_after_steps} with manual optimization, whose "
+            "steps follow no program that could be measured. Use rebalance_after_steps=0."
+        )
     for callback in trainer.callbacks if split else ():
         for kind in type(callback).__mro__:
             reason = _CALLBACKS.get(kind.__name__)

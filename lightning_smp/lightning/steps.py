@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lightning_smp.lightning.data import prepare_dataloader
 from lightning_smp.lightning.handoff import GradientStash, hand_off
 from lightning_smp.lightning.saving import Saving
 from lightning_smp.lightning.stepper import StepOutput, Stepper
+from lightning_smp.lightning.timelines import log_timeline
 from lightning_smp.weights.clip import global_clip
 from lightning_smp.weights.sharing import WeightAgreement
 
@@ -39,7 +41,9 @@ class Steps(Saving):
         """Runs the user's step, forward and backward. Collective over the world."""
         args = self._same_batch((*args, *kwargs.values()))
         self._ensure_ready("training_step", self._first_piece(args))
-        seed = (*self._seed(0), self._trainer.fit_loop.total_batch_idx)
+        loop = self._trainer.fit_loop
+        self.deployment.is_last_batch = loop.epoch_loop.batch_progress.is_last_batch
+        seed = (*self._seed(0), loop.total_batch_idx)
         if not self.lightning_module.automatic_optimization:
             return self._manual_step(args, seed)
         accumulate = self._trainer.accumulate_grad_batches
@@ -48,12 +52,13 @@ class Steps(Saving):
         stash = GradientStash(self.deployment.local_parameters())
         reducer = self._early_reducer(accumulate)
         try:
-            output = self._stepper("training_step").run(
-                "training_step", args, microbatches=self.config.microbatches,
-                allow_uneven=not self.config.drop_last, seed=seed,
-                backward=not self._trainer.fit_loop._skip_backward, loss_scale=expected,
-                on_final=None if reducer is None else reducer.ready,
-            )  # fmt: skip
+            with self._timeline(), self._unit_times():
+                output = self._stepper("training_step").run(
+                    "training_step", args, microbatches=self.config.microbatches,
+                    allow_uneven=not self.config.drop_last, seed=seed,
+                    backward=not self._trainer.fit_loop._skip_backward, loss_scale=expected,
+                    on_final=None if reducer is None else reducer.ready,
+                )  # fmt: skip
             if reducer is not None:
                 reducer.finish(output.weight)
         except BaseException:
@@ -67,6 +72,24 @@ class Steps(Saving):
             # A loss without gradients does the same: nothing is updated.
             output = replace(output, loss=torch.zeros((), device=self.root_device))
         return self._with_hand_off(output, stash, expected, reduced=reducer is not None)
+
+    @contextmanager
+    def _timeline(self) -> Iterator[None]:
+        """Measures and logs the step inside, if it is one of those. Collective over the world."""
+        every, engine = self.config.timeline_every_n_steps, self.deployment.engine
+        step = self._trainer.fit_loop.total_batch_idx
+        if engine is None or every == 0 or step == 0 or step % every:
+            yield
+            return
+        with engine.measured() as records:
+            yield
+        folder = self._trainer.log_dir or self._trainer.default_root_dir  # a collective
+        if records and self.is_global_zero:
+            log_timeline(self._trainer, Path(folder) / "timelines", records)
+
+    def _unit_times(self) -> AbstractContextManager[None]:
+        """Measures the units in the step inside, if they are to be rebalanced."""
+        return nullcontext() if self._rebalancer is None else self._rebalancer.measuring()
 
     def _early_reducer(self, accumulate: int) -> EarlyReducer | None:
         """Reduces gradients while the rest of the backward runs, where that is possible.
@@ -154,13 +177,19 @@ class Steps(Saving):
             self._block_sync = False
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's step; norms that hooks compute in it are global."""
+        """The optimizer's step; norms that hooks compute in it are global.
+
+        Afterwards units move to other stages, if it is time. Collective over the world then.
+        """
         group = self.deployment.norm_group
         runtime = self.deployment.runtime
         run = None if runtime is None else runtime.active_run()
         outside = nullcontext() if run is None else run.context.outside_outer_mode()
         with global_clip(self.ownership, group), outside:
-            return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+            result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        if self._rebalancer is not None and self._rebalancer.is_due:
+            self._rebalancer.run(self.optimizers)  # all gradients are summed here
+        return result
 
     # ---- evaluation ---------------------------------------------------------------------------
 
@@ -181,6 +210,7 @@ class Steps(Saving):
         with no_inference_mode():
             self._ensure_ready(name, self._first_piece(args))
             self._steps_evaluated += 1
+            self.deployment.is_last_batch = False  # loops of evaluation end in other collectives
             seed = (*self._seed(_NUMBERS[name]), self._steps_evaluated)
             return self._stepper(name).run(
                 name, args, microbatches=self.config.microbatches, allow_uneven=True, seed=seed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from lightning_smp.config import resolve_config
 from lightning_smp.deferred import deferring, realize_module
 from lightning_smp.deploy.deployment import Deployment
 from lightning_smp.deploy.distributing import distribute_model
+from lightning_smp.deploy.rebalancing import Rebalancer
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.lightning.refusals import check_trainer
 from lightning_smp.lightning.steps import Steps
@@ -40,9 +41,16 @@ class StrategyCore(Steps):
         self,
         pipeline_parallel_degree: int | None = None,
         tensor_parallel_degree: int | None = None,
+        tensor_parallel_modules: str | Mapping[str, str] | None = None,
         tensor_parallel_weights: str | None = None,
         microbatches: int | None = None,
-        pipeline: Literal["simple", "interleaved"] | None = None,
+        pipeline: Literal["simple", "interleaved", "zero_bubble", "auto", "file"] | None = None,
+        virtual_pipeline_degree: int | None = None,
+        schedule_file: str | None = None,
+        activation_limit_mb: float | None = None,
+        timeline_every_n_steps: int | None = None,
+        rebalance_after_steps: int | None = None,
+        compile: bool | None = None,
         placement_strategy: str | None = None,
         active_microbatches: int | None = None,
         auto_partition: bool | None = None,
@@ -69,9 +77,17 @@ class StrategyCore(Steps):
         Args:
             pipeline_parallel_degree: number of stages.
             tensor_parallel_degree: ranks that split one module.
+            tensor_parallel_modules: "auto", or name patterns and how they are split.
             tensor_parallel_weights: "slice" of the original's, or "reinit".
             microbatches: parts of a batch that are in the pipeline at once.
             pipeline: order of forwards and backwards.
+            virtual_pipeline_degree: contiguous chunks of the model on each stage.
+            schedule_file: the order itself, for pipeline="file".
+            activation_limit_mb: most MiB of activations on a stage, by estimate.
+            timeline_every_n_steps: measure every n-th training step, see docs/timeline.md.
+            rebalance_after_steps: measure that many training steps, then move units between the
+                stages, see docs/rebalance.md.
+            compile: compile each unit, see docs/compile.md.
             placement_strategy: "cluster", "spread" or an order of the letters D, P and T.
             active_microbatches: most microbatches in flight on a stage.
             auto_partition: whether to split the model by cost.
@@ -108,9 +124,16 @@ class StrategyCore(Steps):
             {
                 "pipeline_parallel_degree": pipeline_parallel_degree,
                 "tensor_parallel_degree": tensor_parallel_degree,
+                "tensor_parallel_modules": tensor_parallel_modules,
                 "tensor_parallel_weights": tensor_parallel_weights,
                 "microbatches": microbatches,
                 "pipeline": pipeline,
+                "virtual_pipeline_degree": virtual_pipeline_degree,
+                "schedule_file": schedule_file,
+                "activation_limit_mb": activation_limit_mb,
+                "timeline_every_n_steps": timeline_every_n_steps,
+                "rebalance_after_steps": rebalance_after_steps,
+                "compile": compile,
                 "placement_strategy": placement_strategy,
                 "active_microbatches": active_microbatches,
                 "auto_partition": auto_partition,
@@ -172,6 +195,12 @@ class StrategyCore(Steps):
         self._deployment = Deployment(
             module, self.config, self.groups, self.root_device, self._backend
         )
+        self._rebalancer = None
+        if self.config.rebalance_after_steps:
+            self._rebalancer = Rebalancer(
+                self._deployment, self.config.rebalance_after_steps,
+                self._import("utilities.rank_zero").rank_zero_info,
+            )  # fmt: skip
         former = state.deployment if isinstance(state, StrategyCore) else None
         partition = None if former is None else former.partition
         if partition is not None and partition.num_stages != self.groups.pp_size:
@@ -243,6 +272,11 @@ class StrategyCore(Steps):
         )  # fmt: skip
         if self.deployment.is_split and not was_split:
             self._optimizers_to_device(self.root_device)
+
+    def on_train_end(self) -> None:
+        """The last batch is done: on all ranks of a tensor group. Collective over tp."""
+        self._meet("the end of training")
+        super().on_train_end()  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Moves what this rank holds to the host."""

@@ -74,13 +74,13 @@ class DistributedEmbedding(DistributedModule):
         self._skip_scatter_and_merge = _skip_scatter_and_merge
         sharding = Sharding.split((num_embeddings, embedding_dim), 1, self.tp.size)
         self.weight = self.add_split_parameter("weight", sharding)
-        with torch.no_grad():
-            if _weight is not None:
-                self.weight.copy_(sharding.shard(_weight, self.tp.rank))
-            else:
-                self.weight.normal_(0.0, initializer_range)
-                if self.padding_idx is not None:
-                    self.weight[self.padding_idx].zero_()
+        if _weight is None:
+            self.fill("weight", lambda full: full.normal_(0.0, initializer_range))
+        else:
+            self.fill("weight", lambda full: full.copy_(_weight))
+        if _weight is None and self.padding_idx is not None:
+            with torch.no_grad():
+                self.weight[self.padding_idx].zero_()
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embeddings of own samples. Collective over tp."""

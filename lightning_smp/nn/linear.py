@@ -20,26 +20,23 @@ from lightning_smp.tensor_parallel.layout import Layout
 from lightning_smp.tensor_parallel.module import DistributedModule
 from lightning_smp.tensor_parallel.record import Sharding
 
-__all__ = ["ColumnLinear", "DistributedLinear", "RowLinear", "init_linear"]
+__all__ = ["ColumnLinear", "DistributedLinear", "RowLinear"]
 
 
-def init_linear(weight: Tensor, bias: Tensor | None, in_features: int, std: float | None) -> None:
-    """Fill with torch's default distribution, or with a normal one of deviation `std`.
+def _initialise(module: DistributedModule, in_features: int, std: float | None) -> None:
+    """Fill weight and bias with torch's default distribution, or a normal one of deviation `std`.
 
-    Args:
-        weight: part of the full weight, any shape.
-        bias: part of the full bias.
-        in_features: of the full layer, which torch's bounds depend on.
-        std: None for torch's default: uniform within 1 / sqrt(in_features).
+    The default is uniform within 1 / sqrt(in_features) of the full layer.
     """
-    bound = 1 / math.sqrt(in_features) if in_features else 0.0
-    with torch.no_grad():
-        if std is None:
-            weight.uniform_(-bound, bound)
-        else:
-            weight.normal_(0.0, std)
-        if bias is not None:
-            bias.uniform_(-bound, bound) if std is None else bias.zero_()
+    bound = 1 / math.sqrt(in_features)
+    if std is None:
+        module.fill("weight", lambda full: full.uniform_(-bound, bound))
+    else:
+        module.fill("weight", lambda full: full.normal_(0.0, std))
+    if module.bias is not None:
+        module.fill(
+            "bias", lambda full: full.uniform_(-bound, bound) if std is None else full.zero_()
+        )
 
 
 class DistributedLinear(DistributedModule):
@@ -74,7 +71,7 @@ class DistributedLinear(DistributedModule):
         sharding = Sharding.split((out_features, in_features), 1, self.tp.size)
         self.weight = self.add_split_parameter("weight", sharding)
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features)) if bias else None)
-        init_linear(self.weight, self.bias, in_features, None)
+        _initialise(self, in_features, None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output for own samples. Collective over tp."""
@@ -119,7 +116,7 @@ class ColumnLinear(DistributedModule):
         self.weight = self.add_split_parameter("weight", weight)
         bias = Sharding.split((out_features,), 0, tp.size, unit=unit)
         self.bias = self.add_split_parameter("bias", bias)
-        init_linear(self.weight, self.bias, in_features, std)
+        _initialise(self, in_features, std)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs."""
@@ -147,7 +144,7 @@ class RowLinear(DistributedModule):
         else:
             self.bias = nn.Parameter(torch.empty(out_features))
             self.scaled_batch_parameters.add("bias")
-        init_linear(self.weight, self.bias, in_features, std)
+        _initialise(self, in_features, std)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks. Collective over tp."""

@@ -174,7 +174,7 @@ class _Words(DistributedModule):
         self.layout = layout
         sharding = Sharding.split((vocab_size, layout.hidden_size), 0, self.tp.size)
         self.weight = self.add_split_parameter("weight", sharding)
-        nn.init.normal_(self.weight, 0.0, std)
+        self.fill("weight", lambda full: full.normal_(0.0, std))
 
     def forward(self, ids: Tensor) -> Tensor:
         """From everybody's token numbers [B', S] to embeddings. Collective over tp."""
@@ -199,7 +199,7 @@ class _Table(DistributedModule):
         else:
             self.weight = nn.Parameter(torch.empty(shape))
             self.scaled_batch_parameters.add("weight")
-        nn.init.normal_(self.weight, 0.0, std)
+        self.fill("weight", lambda full: full.normal_(0.0, std))
 
     def forward(self, indices: Tensor) -> Tensor:
         """From indices [B' or 1, S] to embeddings in the layout inside."""

@@ -4,6 +4,7 @@ from lightning_smp.partitioning.analysis import Analysis, analyze, count_paramet
 from lightning_smp.partitioning.atoms import Atom, find_atoms, outer_parameters
 from lightning_smp.partitioning.costs import AtomCost, DeviceModel
 from lightning_smp.partitioning.fakes import fake_batch, new_fake_mode
+from lightning_smp.partitioning.measured import MeasuredUnits, repartition
 from lightning_smp.partitioning.plan import Partition, plan_partition
 from lightning_smp.partitioning.report import report
 from lightning_smp.partitioning.sharing import SharedParameter
@@ -15,6 +16,7 @@ __all__ = [
     "AtomCost",
     "DeviceModel",
     "Item",
+    "MeasuredUnits",
     "Partition",
     "SharedParameter",
     "Split",
@@ -25,6 +27,7 @@ __all__ = [
     "new_fake_mode",
     "outer_parameters",
     "plan_partition",
+    "repartition",
     "report",
     "solve",
     "split",

@@ -28,6 +28,7 @@ from lightning_smp.partitioning.sharing import (
 )
 from lightning_smp.partitioning.split import Item, solve, stage_costs
 from lightning_smp.partitioning.tree import solve_tree
+from lightning_smp.partitioning.virtual import even_out
 
 __all__ = ["Partition", "plan_partition"]
 
@@ -53,6 +54,7 @@ class Partition:
         slowest: Weighted share of the slowest stage, None if assigned by hand.
         reason: Why costs are parameter counts only, or None.
         virtual_stages: How many contiguous chunks of the model a stage was given.
+        mutable_buffers: First names of the buffers that the step writes.
     """
 
     stage_of: Mapping[str, int]
@@ -66,6 +68,7 @@ class Partition:
     slowest: float | None = None
     reason: str | None = None
     virtual_stages: int = 1
+    mutable_buffers: tuple[str, ...] = ()
 
     @property
     def empty_stages(self) -> tuple[int, ...]:
@@ -160,6 +163,7 @@ def plan_partition(
         slowest=slowest,
         reason=analysis.reason,
         virtual_stages=virtual_stages,
+        mutable_buffers=tuple(sorted(analysis.mutable_buffers)),
     )
     _check_sharing(partition, analysis, tied_parameters)
     return partition
@@ -198,7 +202,10 @@ def _automatic(
     chunk_limit = None if memory_limit is None else memory_limit / virtual_stages
     num_chunks = num_stages * virtual_stages
     found = solve(items, num_chunks, memory_weight, chunk_limit, tied=tied)
-    stages = [chunk % num_stages for chunk in found.stages]
+    chunks = found.stages
+    if virtual_stages > 1 and memory_limit is None:
+        chunks = even_out(items, chunks, num_stages, memory_weight)
+    stages = [chunk % num_stages for chunk in chunks]
     slowest = max(stage_costs(items, stages, num_stages, memory_weight))
     return dict(zip(flow.heads, stages, strict=True)), found.tied, slowest
 

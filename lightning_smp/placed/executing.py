@@ -44,6 +44,15 @@ class Executing(Moving):
             supply = iter(locals_)
             args = map_tensors(args, lambda _: next(supply))
             kwargs = map_tensors(kwargs, lambda _: next(supply))
+        meter = self.context.meter
+        if meter is None:
+            return self._execute_now(target, args, kwargs, seed)
+        meter.enter(self, target, locals_)
+        result = self._execute_now(target, args, kwargs, seed)
+        meter.leave(self, target, result)
+        return result
+
+    def _execute_now(self, target: Any, args: Any, kwargs: Any, seed: int | None) -> Any:
         if seed is None:
             if self.following:
                 return target(*args, **kwargs)

@@ -128,8 +128,7 @@ class Moving(RunState):
             self.context.pause(self)
 
     def _send(self, value: Value, edge: Edge) -> None:
-        tensor = value.local
-        assert tensor is not None
+        tensor = _one_tensor(value)
         if edge.spec.requires_grad:
             self.segments[edge.source[1]].leave(edge.index, tensor)
         self.sent.add(edge.index)
@@ -139,11 +138,20 @@ class Moving(RunState):
 
     def _arrive(self, value: Value, edge: Edge) -> None:
         if edge.source[0] == edge.target[0]:
-            tensor = value.local
-            assert tensor is not None
+            tensor = _one_tensor(value)
             self.segments[edge.source[1]].leave(edge.index, tensor)
             payload = tensor.detach()
         else:
             payload = self.context.receive(self, edge)
         segment = self.segments[edge.target[1]]
         value.local = arrive(payload, segment, edge.index) if edge.spec.requires_grad else payload
+
+
+def _one_tensor(value: Value) -> torch.Tensor:
+    """This rank's tensor, made whole if it stands for parts on several ranks."""
+    tensor = value.local
+    assert tensor is not None
+    if hasattr(type(tensor), "smp_whole"):
+        value.local = tensor = tensor.smp_whole()
+    assert tensor is not None
+    return tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from lightning_smp.errors import UnsupportedError
 from lightning_smp.placed.functions import function_name
 from lightning_smp.placed.units import UnitEntry
 from lightning_smp.program import Edge, fingerprint
+
+if TYPE_CHECKING:
+    from lightning_smp.engine.meter import UnitMeter
 
 __all__ = ["Engine", "PlacementTable", "Runtime", "StepContext"]
 
@@ -140,6 +143,7 @@ class StepContext:
         self.channels = channels
         self.control = control
         self.seed = seed
+        self.meter: UnitMeter | None = None
         self.pause = engine.pause
         self.receive = engine.receive
         self.deviated = engine.deviated

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from lightning_smp.partitioning.atoms import find_atoms
@@ -44,6 +47,51 @@ class SeededUnits:
         """A microbatch begins."""
         self.seed = seed
         self.calls = {}
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Lets units draw the same when activation checkpointing runs them again.
+
+        The draws of a unit depend on how often it was called in its microbatch; a region that is
+        computed again must count from where it counted at first.
+        """
+        module = torch.utils.checkpoint
+        generator = module._checkpoint_without_reentrant_generator
+        apply = module.CheckpointFunction.apply
+
+        def without_reentry(function: Any, *args: Any, **kwargs: Any) -> Any:
+            return generator(_Region(self, function, ran=True), *args, **kwargs)
+
+        def with_reentry(function: Any, *args: Any) -> Any:
+            return apply(_Region(self, function, ran=False), *args)
+
+        with (
+            patch.object(module, "_checkpoint_without_reentrant_generator", without_reentry),
+            patch.object(module.CheckpointFunction, "apply", with_reentry),
+        ):
+            yield
+
+
+class _Region:
+    """The function of a checkpointed region; every call but the first counts as the first did."""
+
+    def __init__(self, owner: SeededUnits, function: Callable[..., Any], *, ran: bool) -> None:
+        self._owner = owner
+        self._function = function
+        self._ran = ran
+        self._seed, self._calls = owner.seed, dict(owner.calls)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._ran:
+            self._ran = True
+            return self._function(*args, **kwargs)
+        owner = self._owner
+        before = owner.seed, owner.calls
+        owner.seed, owner.calls = self._seed, dict(self._calls)
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            owner.seed, owner.calls = before
 
 
 class _SeededForward:

@@ -57,8 +57,8 @@ def _head(source: Source, estimator: Estimator) -> str:
 
 
 def _ranking(source: Source, estimator: Estimator, found: Found) -> str:
-    rows = [("pp", "tp", "dp", "virtual", "microbatches", "recompute", "step", "bubble", "memory")]
-    rows[0] = (*rows[0], f"{source.unit}/s")  # type: ignore[assignment]
+    head = ("pp", "tp", "dp", "virtual", "microbatches", "recompute", "step", "bubble", "memory")
+    rows: list[tuple[str, ...]] = [(*head, f"{source.unit}/s")]
     for one in found.best:
         layout = one.layout
         rate = estimator.setup.batch_size * source.tokens / one.step_s
@@ -71,7 +71,7 @@ def _ranking(source: Source, estimator: Estimator, found: Found) -> str:
                 f"{one.bubble:.1%}",
                 _gib(one.peak),
                 f"{rate:,.0f}",
-            )  # type: ignore[arg-type]
+            )
         )
     title = f"Best of {found.num_tried} layouts (predicted):"
     return "\n".join([title, *_aligned(rows)])
@@ -137,10 +137,11 @@ def _advice(worst: Memory, limit: float, world_size: int) -> str:
     state = worst.parameters + worst.gradients + worst.optimizer
     if state > limit:
         times = state / limit
+        ranks = int(times * world_size) + 1
         return (
-            f"Parameters, gradients and optimizer states alone are {times:.1f} times the limit: use "
-            f"at least {int(times * world_size) + 1} ranks, a smaller optimizer (--optimizer), or "
-            "16-bit parameters (--precision bf16-true)."
+            f"Parameters, gradients and optimizer states alone are {times:.1f} times the limit: "
+            f"use at least {ranks} ranks, a smaller optimizer (--optimizer), or 16-bit parameters "
+            "(--precision bf16-true)."
         )
     return (
         "Without activations and buffers it would fit: make the sequences or the batch smaller, "

@@ -6,6 +6,7 @@ All functions are pure and know nothing of candidates; times are in the unit of 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from lightning_smp.schedule.graph import SegmentGraph
 from lightning_smp.schedule.work import BACKWARD, FORWARD, KINDS, WEIGHT, Work
@@ -24,6 +25,8 @@ __all__ = [
     "wave_priority",
     "with_known_costs",
 ]
+
+_Number = TypeVar("_Number", int, float)
 
 
 def with_known_costs(graphs: Sequence[SegmentGraph]) -> Sequence[SegmentGraph]:
@@ -65,8 +68,8 @@ def wave_priority(work: Work, group: int) -> list[tuple[int, ...]]:
 
 
 def over_graphs(
-    measure: Callable[[SegmentGraph], list[int]], graphs: Sequence[SegmentGraph]
-) -> list[int]:
+    measure: Callable[[SegmentGraph], list[_Number]], graphs: Sequence[SegmentGraph]
+) -> list[_Number]:
     """Take, for each rank, the largest value of the measure over all graphs."""
     distinct = {id(graph): graph for graph in graphs}.values()
     return [max(values) for values in zip(*map(measure, distinct), strict=True)]

@@ -11,6 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from lightning_smp.deploy.deployment import Deployment
 from lightning_smp.errors import SMPError, UnsupportedError
 from lightning_smp.placed.tensor import PlacedTensor
+from lightning_smp.process_state import state
 
 __all__ = ["Backwards"]
 
@@ -47,6 +48,8 @@ class Backwards:
         for loss, gradient in zip(losses, gradients, strict=True):
             self._note_one(loss, gradient)
         self.noted |= bool(losses)
+        if state.optimizer is not None:
+            state.optimizer.scale_backward()
 
     def _note_one(self, loss: Tensor, gradient: Tensor | None) -> None:
         if gradient is None and loss.numel() != 1:

@@ -214,7 +214,7 @@ def _resume_full(
     states = _read_full(folder.full(tag), weights_only)
     if translate_function is not None:
         states = {**translate_function(states), PARTIAL_KEY: False}
-    _name_tied(model, states)
+    _name_tied(model.get_module(), states)
     model.load_state_dict(states, strict=strict)
     return _read_user_content(folder.full_user_content(tag), weights_only)
 
@@ -228,11 +228,10 @@ def _read_full(file: Path, weights_only: bool) -> dict[str, Any]:
     return dict(_read(file, weights_only))
 
 
-def _name_tied(model: nn.Module, states: dict[str, Any]) -> None:
+def _name_tied(module: nn.Module, states: dict[str, Any]) -> None:
     """Enters shared weights under all names: files that hold tensors once have one of them."""
     names: dict[int, list[str]] = {}
-    inner = model.get_module() if hasattr(model, "get_module") else model
-    for name, parameter in inner.named_parameters(remove_duplicate=False):
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     for tied in names.values():
         known = next((name for name in tied if name in states), None)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 import torch
 import torch.distributed as dist
 
-from lightning_smp.deploy.partitioning import sync_weights
 from lightning_smp.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -52,20 +51,21 @@ class Joining:
         """Gradients will be reduced. Collective over the world."""
         self._exchange(_REDUCTION)
 
-    def source(self) -> int:
-        """Global rank of this stage's first replica that still had batches."""
-        return self._active_replicas()[0]
+    @property
+    def active(self) -> list[int]:
+        """Global ranks that had batches when the ranks last told each other."""
+        return self._active
 
     def shadow(self) -> None:
         """This rank is through: takes part until all are, then gets the weights of the last."""
         replicas = self._replicas
         while (coming := self._exchange(_THROUGH)) != _THROUGH:
             if coming == _BUFFERS:
-                replicas.share_buffers(self.source())
+                replicas.share_buffers(self.active)
             else:
                 self._reduce_nothing()
         replicas.joining = None
-        sync_weights(replicas.deployment.module, self._groups.dp, self.source())
+        replicas.share_weights(self.active)
 
     def _reduce_nothing(self) -> None:
         parameters = self._replicas.deployment.local_parameters()

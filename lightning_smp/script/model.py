@@ -15,7 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_smp.deploy.deployment import Deployment
 from lightning_smp.errors import ConfigError, SMPError
+from lightning_smp.placed.structure import map_tensors
 from lightning_smp.process_state import state
+from lightning_smp.script.half import to_float, to_half
 from lightning_smp.script.model_parts import LocalParts
 from lightning_smp.script.replicas import Replicas
 from lightning_smp.script.tensor_parts import TensorParts, replace_modules
@@ -33,13 +35,14 @@ class DistributedModel(LocalParts, TensorParts, nn.Module):  # type: ignore[misc
     With one stage the model is placed at once: it moves to this rank's device, and every replica
     gets the weights and buffers of the first. With several that happens in the first step.
     From then on torch's ``clip_grad_norm_`` and ``get_total_norm`` give the norm over all stages
-    when all ranks call them with the model's parameters or gradients. Names of parameters carry the prefix ``module.``, as in any wrapper; keys of state dicts do not.
+    when all ranks call them with the model's parameters or gradients.
+
+    Names of parameters carry the prefix ``module.``, as in any wrapper; keys of state dicts do not.
 
     Attributes:
         module: the user's module.
         deployment: which part of it is where, and what runs it.
         replicas: how the gradients of replicas become one.
-        stages_by_hand: stage by name of a module, as the user has placed it.
     """
 
     def __init__(
@@ -85,6 +88,8 @@ class DistributedModel(LocalParts, TensorParts, nn.Module):  # type: ignore[misc
         del gradient_as_bucket_view, find_unused_parameters
         config = state.cfg
         assert config is not None
+        if config.fp16:
+            module = module.half()
         self.module = replace_modules(module, config)
         self.deployment = Deployment(self.module, config, state.groups, state.device, state.backend)
         self.replicas = Replicas(
@@ -98,7 +103,6 @@ class DistributedModel(LocalParts, TensorParts, nn.Module):  # type: ignore[misc
         self.backwards: list[Callable[[Any, Any], None]] = []
         self._partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-        self.stages_by_hand: dict[str, int] = {}
         self._steps_done = 0
         self._norms = ExitStack()
         weakref.finalize(self, self._norms.close)
@@ -117,6 +121,12 @@ class DistributedModel(LocalParts, TensorParts, nn.Module):  # type: ignore[misc
         Raises:
             SMPError: with several stages, outside of a step.
         """
+        if state.cfg is not None and state.cfg.fp16:
+            args, kwargs = map_tensors((args, kwargs), to_half)
+            return map_tensors(self._forward(args, kwargs), to_float)
+        return self._forward(args, kwargs)
+
+    def _forward(self, args: Any, kwargs: Any) -> Any:
         if not state.in_step:
             if state.groups.pp_size > 1:
                 raise SMPError(_outside_of_step("forward", state.groups.pp_size))
@@ -148,7 +158,7 @@ class DistributedModel(LocalParts, TensorParts, nn.Module):  # type: ignore[misc
             return
         if state.groups.pp_size > 1:
             raise SMPError(_outside_of_step("backward", state.groups.pp_size))
-        torch.autograd.backward(tensors, grad_tensors)
+        self.replicas.backward_now(tensors, grad_tensors)
 
     def get_module(self) -> nn.Module:
         """The user's module."""
@@ -275,6 +285,7 @@ class DistributedModel(LocalParts, TensorParts, nn.Module):  # type: ignore[misc
 
         Raises:
             CommunicationError: ranks of one replica have different numbers of batches.
+            UnsupportedError: with `fp16` and several replicas.
         """
         return self.replicas.join(
             divide_by_initial_world_size=divide_by_initial_world_size,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_smp.deploy.deployment import Deployment
 from lightning_smp.errors import CheckpointError, SMPError
+from lightning_smp.process_state import state
 from lightning_smp.script.partial import PARTIAL_KEY, merge
 from lightning_smp.weights.checkpoint import gather_state_dict, load_full_state_dict
 from lightning_smp.weights.collect import PipelineLinks
@@ -184,7 +185,12 @@ class LocalParts:
         return self._load_part(entries, strict)
 
     def _load_whole(self, entries: Mapping[str, Any], strict: bool) -> Any:
-        return load_full_state_dict(self.module, entries, self.deployment.ownership, strict=strict)
+        result = load_full_state_dict(
+            self.module, entries, self.deployment.ownership, strict=strict
+        )
+        if state.optimizer is not None:
+            state.optimizer.follow_parameters()
+        return result
 
     def _load_part(self, part: Mapping[str, Any], strict: bool) -> Any:
         with self.deployment.gathering():

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from lightning_smp.deploy.deployment import Deployment
-from lightning_smp.errors import ConfigError, SMPError
+from lightning_smp.errors import ConfigError, SMPError, UnsupportedError
 from lightning_smp.process_state import state
+from lightning_smp.script.half import make_loss_scale
+from lightning_smp.script.half_optimizer import HalfOptimizer
 from lightning_smp.script.partial import PARTIAL_KEY, merge
 from lightning_smp.weights.checkpoint import gather_optimizer_state, load_optimizer_state
 from lightning_smp.weights.collect import PipelineLinks
@@ -18,15 +20,11 @@ from lightning_smp.wire import all_gather_objects
 
 __all__ = ["DistributedOptimizer"]
 
-_OPTIONS = {
-    *("init_scale", "scale_factor", "scale_window"),
-    *("min_scale", "delayed_shift", "consecutive_hysteresis"),
-}
 _PLACES_KEY = "_smp_places"
 """In a part: the places in the groups of the parameters that it is about."""
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(HalfOptimizer, torch.optim.Optimizer):
     """Wraps an optimizer; usable wherever torch wants one, in schedulers and scalers too.
 
     It shares groups and state with the wrapped optimizer.
@@ -68,7 +66,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"smp.DistributedOptimizer was given a {type(optimizer).__name__}; it wraps a "
                 "torch.optim.Optimizer."
             )
-        _check_options({**(dynamic_loss_args or {}), **dynamic_loss_options})
+        if static_loss_scaling is not None:
+            static_loss_scale = static_loss_scaling
+        self._scale = make_loss_scale(
+            static_loss_scale, {**(dynamic_loss_args or {}), **dynamic_loss_options},
+            is_dynamic=bool(dynamic_loss_scale or dynamic_loss_scaling),
+        )  # fmt: skip
+        self._masters = None
+        self._scaled_backwards = 0
         self.optimizer = optimizer
         self._is_checked = False
         torch.optim.Optimizer.__setstate__(self, {})  # the hooks that torch keeps by instance
@@ -99,6 +104,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The default options of the wrapped optimizer."""
         return self.optimizer.defaults
 
+    @defaults.setter
+    def defaults(self, options: dict[str, Any]) -> None:
+        self.optimizer.defaults = options
+
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # while a copy is made
             raise AttributeError(name)
@@ -116,11 +125,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             SMPError: at the first step, the optimizer holds parameters that are not the model's.
         """
         self._check_parameters()
-        return self.optimizer.step(closure)
+        if not self._is_half():
+            return self.optimizer.step(closure)
+        if closure is not None:
+            raise UnsupportedError(
+                "optimizer.step(closure) with fp16=True: the closure's gradients would not be "
+                "unscaled. Run the step function first, then optimizer.step()."
+            )
+        self._step_half()
+        return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch."""
         self.optimizer.zero_grad(set_to_none)
+        if self._masters is not None:
+            self._masters.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch."""
@@ -154,14 +173,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Collective over the pipeline: every rank with dp_rank 0 must call, or every rank.
         """
         deployment = self._deployment()
-        if deployment is None or not deployment.holds_part:
-            return self.optimizer.state_dict()
-        links = PipelineLinks.over(deployment.groups, deployment.device)
-        found = [
-            gather_optimizer_state(self.optimizer, deployment.ownership, replace(links, writer=r))
-            for r in links.tp_rank_of
-        ]
-        return found[deployment.groups.mp_rank]
+        with self._as_on_one_device() as more:
+            if deployment is None or not deployment.holds_part:
+                return {**self.optimizer.state_dict(), **more}
+            links, ownership = _links(deployment), deployment.ownership
+            found = [
+                gather_optimizer_state(self.optimizer, ownership, replace(links, writer=rank))
+                for rank in links.tp_rank_of
+            ]
+        return {**found[deployment.groups.mp_rank], **more}
 
     def orig_state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's own state dict."""
@@ -176,7 +196,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gather_if_shard: for sharded optimizer states; there are none without sharding.
         """
         del gather_if_shard
-        return {**self.optimizer.state_dict(), PARTIAL_KEY: True, _PLACES_KEY: self._places()}
+        with self._as_on_one_device() as more:
+            own = self.optimizer.state_dict()
+            return {**own, **more, PARTIAL_KEY: True, _PLACES_KEY: self._places()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a whole state, or this rank's part of one; before the split it waits for it.
@@ -189,12 +211,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             model.load_after_partition(lambda: self.load_state_dict(state_dict))
             return
         deployment = self._deployment()
-        if deployment is None or not deployment.holds_part:
-            self.optimizer.load_state_dict(_plain(state_dict))
-            return
-        if state_dict.get(PARTIAL_KEY):
+        is_part = deployment is not None and deployment.holds_part
+        if deployment is not None and is_part and state_dict.get(PARTIAL_KEY):
             state_dict = self._completed(state_dict, deployment)
-        load_optimizer_state(self.optimizer, _plain(state_dict), deployment.ownership)
+        if self._is_half():
+            self._load_half(_plain(state_dict))
+        elif deployment is None or not is_part:
+            self.optimizer.load_state_dict(_plain(state_dict))
+        else:
+            load_optimizer_state(self.optimizer, _plain(state_dict), deployment.ownership)
 
     def _completed(self, part: Mapping[str, Any], deployment: Deployment) -> Mapping[str, Any]:
         """The part, if each stage has its own; else all parts together."""
@@ -217,14 +242,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return None if model is None else model.deployment
 
 
+def _links(deployment: Deployment) -> PipelineLinks:
+    return PipelineLinks.over(deployment.groups, deployment.device)
+
+
 def _plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {key: state_dict[key] for key in state_dict if key not in (PARTIAL_KEY, _PLACES_KEY)}
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    unknown = sorted(set(options) - _OPTIONS)
-    if unknown:
-        raise ConfigError(
-            f"smp.DistributedOptimizer was given {unknown}; the options of a dynamic loss scale "
-            f"are {sorted(_OPTIONS)}."
-        )

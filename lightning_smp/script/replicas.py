@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smp.deploy.deployment import Deployment
@@ -58,7 +59,8 @@ class Replicas:
 
     def seed(self, microbatches: int) -> float:
         """The gradient of a microbatch's loss."""
-        return 1.0 / microbatches if self.averages and self.comm_hook is None else 1.0
+        factor = 1.0 / microbatches if self.averages and self.comm_hook is None else 1.0
+        return factor if state.optimizer is None else factor * state.optimizer.loss_scale
 
     def begin(self) -> None:
         """A training step begins. Collective over the world."""
@@ -108,12 +110,12 @@ class Replicas:
         if self._reducer is None:
             self._reducer = self.deployment.reducer(self.bucket_cap_mb, self.comm_hook)
             if self._reducer.communicates:
-                self._reducer.start(None, share=self._share())
+                self._reducer.start(None, share=self._factor())
         if self._reducer.communicates:
             for parameter in parameters:
                 self._reducer.ready(parameter)
 
-    def _share(self) -> float:
+    def _factor(self) -> float:
         if self.comm_hook is not None:
             return 1.0
         replicas = self.deployment.groups.dp_size
@@ -142,30 +144,50 @@ class Replicas:
     def _share_buffers(self) -> None:
         if self.deployment.groups.dp_size == 1:
             return
-        source = self.deployment.groups.topology.group("dp", state.groups.rank)[0]
+        active: Collection[int] = range(self.deployment.groups.world_size)
         if self.joining is not None:
             self.joining.announce_buffers()
-            source = self.joining.source()
-        self.share_buffers(source)
+            active = self.joining.active
+        self.share_buffers(active)
 
-    def share_buffers(self, source: int) -> None:
-        """Gives all replicas the buffers of one, a global rank of dp. Collective over dp."""
-        found: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self._local_buffers():
-            found.setdefault(buffer.dtype, []).append(buffer)
-        for _, buffers in sorted(found.items(), key=lambda item: str(item[0])):
-            flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-            torch.distributed.broadcast(flat, source, group=self.deployment.groups.dp)
-            parts = flat.split([buffer.numel() for buffer in buffers])
-            with torch.no_grad():
-                for buffer, part in zip(buffers, parts, strict=True):
-                    buffer.copy_(part.view_as(buffer))
-
-    def _local_buffers(self) -> Iterator[Tensor]:
+    def share_buffers(self, active: Collection[int]) -> None:
+        """Gives all replicas the buffers of the first one in ``active``. Collective over dp."""
         ownership, here = self.deployment.ownership, self.deployment.groups.pp_rank
-        for name, buffer in self.deployment.module.named_buffers():
-            if here in (ownership.stages_of_name(name) or (here,)):
-                yield buffer
+        self._share(
+            [
+                (name, buffer)
+                for name, buffer in self.deployment.module.named_buffers()
+                if here in (ownership.stages_of_name(name) or (here,))
+            ],
+            active,
+        )
+
+    def share_weights(self, active: Collection[int]) -> None:
+        """Gives all replicas the parameters and buffers of one. Collective over dp."""
+        ownership = self.deployment.ownership
+        local = self.deployment.local_parameters()
+        self._share([(ownership.name_of(p), p) for p in local], active)
+        self.share_buffers(active)
+
+    def _share(self, named: Sequence[tuple[str, Tensor]], active: Collection[int]) -> None:
+        """Tensors that are split over a tensor group are equal on the ranks of rdp only."""
+        groups = self.deployment.groups
+        split = set(self.deployment.ownership.tensor.shardings)
+        whole = [tensor for name, tensor in named if name not in split]
+        parts = [tensor for name, tensor in named if name in split]
+        for axis, tensors in (("dp", whole), ("rdp", parts)):
+            members = groups.topology.group(axis, groups.rank)  # type: ignore[arg-type]
+            if len(members) > 1:
+                source = next(rank for rank in members if rank in active)
+                _broadcast(tensors, source, getattr(groups, axis))
+
+    def backward_now(self, tensors: Any, grad_tensors: Any) -> None:
+        """A backward outside of steps, with one stage."""
+        scale = 1.0 if state.optimizer is None else state.optimizer.scale_backward()
+        if scale != 1.0:
+            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            tensors = [tensor * scale for tensor in tensors]
+        torch.autograd.backward(tensors, grad_tensors)
 
     # ---- plain loops --------------------------------------------------------------------------
 
@@ -226,6 +248,12 @@ class Replicas:
         if not enable or self.deployment.groups.dp_size == 1:
             yield
             return
+        if self.deployment.config.fp16:
+            raise UnsupportedError(
+                "model.join() with fp16=True: replicas that end early would lose their float32 "
+                "copies of the weights. Give all replicas the same number of batches, with "
+                "drop_last=True."
+            )
         self.joining = joining = Joining(
             self, initial=divide_by_initial_world_size, throws=throw_on_early_termination
         )
@@ -234,3 +262,17 @@ class Replicas:
             joining.shadow()
         finally:
             self.joining = None
+
+
+@torch.no_grad()
+def _broadcast(tensors: Sequence[Tensor], source: int, group: dist.ProcessGroup) -> None:
+    """Gives a group the tensors of one rank, those of one dtype together. Collective."""
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.dtype, []).append(tensor)
+    for _, alike in sorted(found.items(), key=lambda item: str(item[0])):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
+        dist.broadcast(flat, source, group=group)
+        parts = flat.split([tensor.numel() for tensor in alike])
+        for tensor, part in zip(alike, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))

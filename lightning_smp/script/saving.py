@@ -112,14 +112,14 @@ def load(
     return _load_other_layout(path, layout, groups, options)
 
 
-def read_file(path: str, **options: Any) -> Any:
+def read_file(path: str, *, weights_only: bool = True, **options: Any) -> Any:
     """`torch.load` with errors that say what to do.
 
     Raises:
         CheckpointError: there is no such file, or it holds more than tensors and plain data.
     """
     try:
-        return torch.load(path, **{"weights_only": True, **options})
+        return torch.load(path, weights_only=weights_only, **options)
     except FileNotFoundError:
         near = [os.path.basename(name) for name in sorted(glob(f"{escape(path)}_*"))[:5]]
         hint = f" There are {near}: load them with partial=True." if near else ""

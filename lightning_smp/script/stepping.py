@@ -139,7 +139,7 @@ class StepFunction:
 
         optimizer = state.optimizer
         model.deployment.ensure_ready(
-            run_traced, (first.args, first.kwargs), manual=model.stages_by_hand or None,
+            run_traced, (first.args, first.kwargs),
             optimizers=[] if optimizer is None else [optimizer.optimizer],
         )  # fmt: skip
         model.after_partition()
@@ -154,7 +154,7 @@ class StepFunction:
             name=f"{self._name}@{id(self):x}",
             bodies=[functools.partial(self._function, *c.args, **c.kwargs) for c in calls],
             specs=[self._spec(model, call) for call in calls],
-            seed=(deployment.seed, deployment.groups.dp_rank, _SCRIPT_STEP, model.count_step()),
+            seed=(deployment.seed, deployment.data_rank, _SCRIPT_STEP, model.count_step()),
             on_final=replicas.on_final() if trains else None,
             roots=backwards.roots, keeps_graphs=not self._detach_outputs,
             around_backward=_refuse_plain_backward,

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
+from lightning_smp.deferred.realize import is_deferred, realize
 from lightning_smp.tensor_parallel.context import TensorParallel
 from lightning_smp.tensor_parallel.module import DistributedModule
 from lightning_smp.tensor_parallel.record import Sharding
 
-__all__ = ["adopt"]
+__all__ = ["adopt", "is_split"]
 
 M = TypeVar("M", bound=DistributedModule)
 
@@ -28,9 +28,9 @@ def adopt(
     behaviour: type[M],
     tp: TensorParallel,
     shardings: Mapping[str, Sharding],
+    attributes: Mapping[str, Any],
     *,
     scaled: Iterable[str] = (),
-    **attributes: Any,
 ) -> M:
     """Make `module` a distributed one, and keep only this rank's part of its parameters.
 
@@ -40,12 +40,12 @@ def adopt(
         tp: the tensor group.
         shardings: how each split parameter or buffer of the module is split, by local name. One
             that holds its part already, because another module shares it, is left as it is.
-        scaled: local names of whole parameters that see the samples of the whole group.
         attributes: attributes of the behaviour, and of the module that must fit the part.
+        scaled: local names of whole parameters that see the samples of the whole group.
     """
     for name, sharding in shardings.items():
         _keep_part(module, name, sharding, tp.rank)
-    module.__class__ = _combined(behaviour, type(module))
+    module.__class__ = _combined(behaviour, type(module))  # type: ignore[arg-type]
     assert isinstance(module, behaviour)
     module.tp, module.shardings = tp, dict(shardings)
     module.scaled_batch_parameters, module.ordinal = set(scaled), 0
@@ -54,12 +54,22 @@ def adopt(
     return module
 
 
+def is_split(model: nn.Module, tp: TensorParallel) -> bool:
+    """Whether modules of a model have been adopted for a group of this size."""
+    return any(
+        isinstance(module, DistributedModule)
+        and module.tp.size == tp.size
+        and "_adopted" in vars(type(module))
+        for module in model.modules()
+    )
+
+
 @cache
 def _combined(behaviour: type[DistributedModule], original: type[nn.Module]) -> Any:
     return type(
         f"{behaviour.__name__}{original.__name__}",
         (behaviour, original),
-        {"__module__": behaviour.__module__, "__doc__": behaviour.__doc__},
+        {"__module__": behaviour.__module__, "__doc__": behaviour.__doc__, "_adopted": original},
     )
 
 
@@ -67,6 +77,12 @@ def _keep_part(module: nn.Module, name: str, sharding: Sharding, rank: int) -> N
     tensor: Tensor = getattr(module, name)
     if tuple(tensor.shape) == sharding.local_shape(rank) != sharding.shape:
         return
-    with torch.no_grad():
-        tensor.data = sharding.shard(tensor.data, rank)
+
+    def take(full: Tensor) -> Tensor:
+        return sharding.shard(full, rank)
+
+    if is_deferred(tensor):
+        realize([tensor], take=take)
+    else:
+        tensor.data = take(tensor.data)
     tensor.grad = None

@@ -24,7 +24,6 @@ from lightning_smp.tensor_parallel.collectives import (
     scatter_sum,
 )
 from lightning_smp.tensor_parallel.context import TensorParallel
-from lightning_smp.tensor_parallel.masks import MaskWatch
 from lightning_smp.tensor_parallel.module import DistributedModule
 from lightning_smp.tensor_parallel.scope import EntryScope
 from lightning_smp.tensor_parallel.sharded import Place
@@ -44,7 +43,6 @@ class GatheringBlock(DistributedModule):
         is_attention: whether samples must come first in tensors of three or more dimensions.
         sliced: names of arguments, and numbers of results, that hold a slice for each rank's heads
             and pass from block to block.
-        masks: whether the model is called with masks.
     """
 
     path: str
@@ -53,18 +51,15 @@ class GatheringBlock(DistributedModule):
     scope: EntryScope
     is_attention: bool
     sliced: tuple[frozenset[str], frozenset[int]]
-    masks: MaskWatch | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, on everybody's samples. Collective over tp."""
         own = 0
         if self.tp.gathers:
-            if self.masks is not None and self.is_attention:
-                kwargs = self.masks.complete(self, args, kwargs)
             own = self._samples(args, kwargs)
             args, kwargs = self._gather_all(own, args, kwargs)
         with self.scope.running(self._sliced_draws(args, kwargs)):
-            result = super().forward(*args, **kwargs)  # type: ignore[misc]
+            result = super().forward(*args, **kwargs)
         return self._leave(result, own, kwargs)
 
     def _sliced_draws(self, args: Any, kwargs: Any) -> AbstractContextManager[None]:
@@ -93,7 +88,7 @@ class GatheringBlock(DistributedModule):
         return main.shape[0]
 
     def _gather_all(self, own: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names = _argument_names(type(self))
+        names = _argument_names(type(self))  # type: ignore[arg-type]
         is_first = [True]
 
         def change(name: str, value: Any) -> Any:
@@ -166,7 +161,7 @@ class SplitExperts(DistributedModule):
             return copy_in(tensor, tp) if tensor.requires_grad else tensor
 
         args, kwargs = map_tensors(args, enter), map_tensors(kwargs, enter)
-        result = super().forward(*args, **kwargs)  # type: ignore[misc]
+        result = super().forward(*args, **kwargs)
         if tp.gathers:
             return map_tensors(result, lambda t: scatter_sum(t, tp, 0))
         return map_tensors(result, lambda t: reduce_out(t, tp))
@@ -176,7 +171,7 @@ def gather_once(tensor: Tensor, tp: TensorParallel) -> Tensor:
     """Return everybody's samples of a table without gradient, however many blocks ask for it.
 
     The gathered tensor is kept as an attribute, so that it lives as long as the table, on all ranks
-    alike. Not for masks: whether a model makes one, or one for each layer, depends on its data.
+    alike. Not for masks: whether a model makes one, or one for each layer, may depend on its data.
     """
     version = 0 if tensor.is_inference() else tensor._version
     known = tensor.__dict__.get("_smp_gathered")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import torch
 
@@ -16,6 +15,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 __all__ = ["Draws", "TensorParallel"]
+
+Optimize: TypeAlias = Literal["speed", "memory"]
 
 _MAX_REMEMBERED: Final = 1 << 16
 _SLICED: Final = 0x51
@@ -55,7 +56,6 @@ class Draws:
         return seed
 
 
-@dataclass(frozen=True, slots=True)
 class TensorParallel:
     """One rank's place in its tensor group.
 
@@ -71,15 +71,29 @@ class TensorParallel:
             "memory": they are split along the hidden dimension, at the price of more operations.
         group: the process group; None for one rank, and for analysis without processes.
         streams: where modules get the seeds of their random streams.
+
+    Note: no dataclass. The engine compares the arguments of operations between stages, and looks
+    into dataclasses; each stage has a group of its own.
     """
 
-    group_name: str = ""
-    rank: int = 0
-    size: int = 1
-    prescaled: bool = False
-    optimize: Literal["speed", "memory"] = "speed"
-    group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
-    streams: Draws = field(default_factory=Draws, repr=False, compare=False)
+    __slots__ = ("group", "group_name", "optimize", "prescaled", "rank", "size", "streams")
+
+    def __init__(
+        self,
+        group_name: str = "",
+        rank: int = 0,
+        size: int = 1,
+        prescaled: bool = False,
+        optimize: Optimize = "speed",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.group_name: Final = group_name
+        self.rank: Final = rank
+        self.size: Final = size
+        self.prescaled: Final = prescaled
+        self.optimize: Final[Optimize] = optimize
+        self.group: Final = group
+        self.streams: Final = Draws()
 
     @classmethod
     def over(
@@ -87,7 +101,7 @@ class TensorParallel:
         group: dist.ProcessGroup,
         *,
         prescaled: bool = False,
-        optimize: Literal["speed", "memory"] = "speed",
+        optimize: Optimize = "speed",
     ) -> TensorParallel:
         """Return the place of this rank in a process group."""
         return cls(
@@ -142,5 +156,17 @@ class TensorParallel:
         return self
 
     def __reduce__(self) -> Any:
-        values = (self.group_name, self.rank, self.size, self.prescaled, self.optimize)
-        return (TensorParallel, values)
+        return (TensorParallel, self._values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorParallel) and self._values == other._values
+
+    def __hash__(self) -> int:
+        return hash(self._values)
+
+    def __repr__(self) -> str:
+        return f"TensorParallel{self._values}"
+
+    @property
+    def _values(self) -> tuple[Any, ...]:
+        return (self.group_name, self.rank, self.size, self.prescaled, self.optimize)

@@ -92,7 +92,7 @@ def cross_entropy(
         ignore_index=loss.ignore_index,
         label_smoothing=loss.label_smoothing,
     )
-    losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+    losses: Tensor = _CrossEntropy.apply(
         local.flatten(0, 1), everybody, settings, _merger(tp), buffer
     )
     if tp.gathers:
@@ -155,7 +155,7 @@ class _CrossEntropy(torch.autograd.Function):
         return statistics.losses(targets, settings, lse)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, lse = ctx.saved_tensors
         if not _is_last_reader(ctx):

@@ -24,7 +24,8 @@ from lightning_smp.tensor_parallel.logits_part import Layout, Part, Vocabulary, 
 __all__ = ["SplitLogits", "Vocabulary", "split_logits", "whole"]
 
 _ON_GRAPH = {Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, torch.autograd.grad}
-_BACKWARD = {torch.autograd.backward, Tensor.backward}  # a checkpoint's, with gradients of outputs
+# What is asked of the tensor object; a checkpoint calls backward with gradients of its outputs.
+_OF_OBJECT = {torch.autograd.backward, Tensor.backward, Tensor.untyped_storage}
 
 
 class SplitLogits(Tensor):
@@ -53,7 +54,7 @@ class SplitLogits(Tensor):
         kwargs = kwargs or {}
         if func is Tensor.__repr__:
             return SplitLogits.__repr__(args[0])
-        if func in METADATA or func in _BACKWARD:
+        if func in METADATA or func in _OF_OBJECT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _ON_GRAPH:
@@ -68,7 +69,7 @@ class SplitLogits(Tensor):
         return func(*map_tensors(args, gathered), **map_tensors(kwargs, gathered))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Something below Python's functions needs the numbers."""
@@ -76,7 +77,7 @@ class SplitLogits(Tensor):
         with torch.no_grad():
             return func(*map_tensors(args, gathered), **map_tensors(kwargs or {}, gathered))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         part = self._part
         tp = part.layout.vocabulary.tp
         return (
@@ -90,7 +91,7 @@ class SplitLogits(Tensor):
         if full is None or (
             part.local.requires_grad > full.requires_grad <= torch.is_grad_enabled()
         ):
-            full = _Numbers.apply(self) if _is_detour(self) else join(part)  # type: ignore[no-untyped-call]
+            full = _Numbers.apply(self) if _is_detour(self) else join(part)
             self._full = full
             if part.buffer is not None and part.layout.vocabulary.tp.size == 1:
                 part.buffer.readers.count += 1  # nothing was copied: it is the same memory
@@ -122,7 +123,7 @@ def _is_detour(tensor: SplitLogits) -> bool:
 
 
 def _wrap(part: Part) -> SplitLogits:
-    logits: SplitLogits = _Attach.apply(part.local, part)  # type: ignore[no-untyped-call]
+    logits: SplitLogits = _Attach.apply(part.local, part)
     return logits
 
 

@@ -1,70 +1,62 @@
-"""Attention masks that some ranks of a tensor group leave out and others do not.
+"""Attention masks that are used whether they hide something or not.
 
-A model leaves its mask out where a batch has no padding. Where every rank has samples of its own,
-some may have padding and others not, but all must bring a mask together, or none. So blocks of a
-model that was called with a mask always have one.
+A model of Hugging Face leaves its attention mask out where a batch has no padding. Where every rank
+of a tensor group has samples of its own, some may have padding and others not, and then they would
+not do the same: one brings its mask together with the others', one does not. So the masks that such
+a model is called with answer "no" to the question whether all of their elements are set.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_smp.placed.structure import iter_tensors
-from lightning_smp.tensor_parallel.context import TensorParallel
+__all__ = ["UsedMask", "use_masks"]
 
-__all__ = ["MaskWatch"]
-
-_NAMES: Final = ("attention_mask", "mask", "encoder_attention_mask", "decoder_attention_mask")
-_KEYS: Final = ("encoder_hidden_states", "key_value_states")
-
-
-class MaskWatch:
-    """Whether a model is called with masks; a hook of the model, shared with its blocks.
-
-    Attributes:
-        tp: the tensor group.
-        has_masks: whether a call has come with a mask. It stays, so that recomputation under
-            activation checkpointing sees what the forward saw.
-    """
-
-    def __init__(self, tp: TensorParallel) -> None:
-        self.tp = tp
-        self.has_masks = False
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Runs before the model's forward."""
-        self.has_masks |= any(isinstance(kwargs.get(name), Tensor) for name in _NAMES)
-
-    def complete(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return a block's keyword arguments with the mask that the model left out."""
-        name = next((n for n in _NAMES if n in kwargs and kwargs[n] is None), None)
-        is_known = hasattr(module, "is_causal") and hasattr(module, "config")
-        if not self.has_masks or not self.tp.gathers or name is None or not is_known:
-            return kwargs
-        if any(isinstance(kwargs.get(n), Tensor) for n in _NAMES):
-            return kwargs
-        hidden = next(iter_tensors((args, kwargs)))
-        keys = next((kwargs[n] for n in _KEYS if kwargs.get(n) is not None), hidden)
-        return {**kwargs, name: _without_padding(module, hidden, keys)}
+_NAMES: Final = ("attention_mask", "decoder_attention_mask", "encoder_attention_mask")
+_KEEPING: Final = {
+    Tensor.to,
+    Tensor.bool,
+    Tensor.type,
+    Tensor.contiguous,
+    Tensor.__getitem__,
+}
 
 
-def _without_padding(module: nn.Module, hidden: Tensor, keys: Tensor) -> Tensor:
-    """A mask that hides nothing but, in causal attention, the future.
+class UsedMask(Tensor):
+    """A mask [B, S] of tokens; as booleans it never says of itself that all tokens are set."""
 
-    Returns:
-        [B, S_keys] for flash attention, otherwise [B, 1, S, S_keys]: additive for eager attention.
-    """
-    implementation = getattr(module.config, "_attn_implementation", "")
-    if "flash" in implementation:
-        return torch.ones(keys.shape[:2], dtype=torch.long, device=hidden.device)
-    shape = (hidden.shape[0], 1, hidden.shape[1], keys.shape[1])
-    seen = torch.ones(shape, dtype=torch.bool, device=hidden.device)
-    if module.is_causal and keys is hidden:
-        seen = seen.tril()
-    if implementation != "eager":
-        return seen
-    lowest = torch.finfo(hidden.dtype).min
-    return torch.zeros(shape, dtype=hidden.dtype, device=hidden.device).masked_fill(~seen, lowest)
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            asks = isinstance(args[0], UsedMask) and args[0].dtype == torch.bool
+            if asks and len(args) == 1 and not kwargs:
+                if func is Tensor.all:
+                    return torch.zeros_like(result)
+                if func is Tensor.sum:  # compared with the number of elements
+                    return result.clamp(max=args[0].numel() - 1)
+            if func in _KEEPING and isinstance(result, Tensor) and result.dim() == 2:
+                return result.as_subclass(cls)
+        return result
+
+
+def use_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hook before the forward of a model: its masks [B, S] become such."""
+    names = list(inspect.signature(module.forward).parameters)
+    named = zip([*names, *[""] * len(args)], args, strict=False)
+    positional = tuple(_used(name, value) for name, value in named)
+    return positional, {name: _used(name, value) for name, value in kwargs.items()}
+
+
+def _used(name: str, value: Any) -> Any:
+    if name not in _NAMES or type(value) is not Tensor or value.dim() != 2:
+        return value
+    return value if isinstance(value, FakeTensor) else value.as_subclass(UsedMask)

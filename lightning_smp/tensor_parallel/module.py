@@ -13,7 +13,7 @@ Gradients of split and scaled parameters are reduced over RDP, of plain ones ove
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeAlias
 
@@ -88,6 +88,20 @@ class DistributedModule(nn.Module):
         self.register_parameter(name, parameter)
         self.shardings[name] = sharding
         return parameter
+
+    def fill(self, name: str, fill: Callable[[Tensor], object]) -> None:
+        """Initialise a parameter: fill the full tensor, one at a time, and keep this rank's part.
+
+        With equal seeds the ranks hold what one device would; the generators go on alike.
+        """
+        parameter, sharding = _held(self, name), self.shardings.get(name)
+        with torch.no_grad():
+            if sharding is None or self.tp.size == 1:
+                fill(parameter)
+                return
+            full = parameter.new_empty(sharding.shape)
+            fill(full)
+            parameter.copy_(sharding.shard(full, self.tp.rank))
 
     def draws(self, device: torch.device, *, sliced: bool) -> AbstractContextManager[None]:
         """Run the body on a random stream for sliced values, or for those all ranks have alike."""

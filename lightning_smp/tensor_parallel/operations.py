@@ -15,6 +15,8 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_smp.native.kernels.slices import pack
+
 __all__ = ["all_gather", "all_reduce", "all_to_all", "communicated_bytes", "reduce_scatter"]
 
 Sizes: TypeAlias = Sequence[int]
@@ -40,10 +42,19 @@ def _pack(x: Tensor, dim: int, sizes: Sizes) -> Tensor:
     longest = max(sizes)
     if dim == 0 and min(sizes) == longest:
         return x.contiguous().view(-1)
+    if min(sizes) == longest:
+        return _joined(x, dim, sizes)
     packed = x.new_empty((len(sizes), *_with_length(x, dim, longest)))
     for place, piece in zip(packed, x.split(list(sizes), dim), strict=True):
         place.narrow(dim, 0, piece.shape[dim]).copy_(piece)
     return packed.view(-1)
+
+
+def _joined(x: Tensor, dim: int, sizes: Sizes) -> Tensor:
+    """The slices of `x` one after the other in one buffer."""
+    if x.is_floating_point():
+        return pack(x, sizes, dim=dim)
+    return torch.cat([piece.reshape(-1) for piece in x.split(list(sizes), dim)])
 
 
 def _all_gather(x: Tensor, dim: int, sizes: Sizes, rank: int, group: str) -> Tensor:
@@ -90,13 +101,13 @@ def _all_reduce_fake(x: Tensor, group: str) -> Tensor:
 def _all_to_all(
     x: Tensor, split_dim: int, split: Sizes, join_dim: int, join: Sizes, rank: int, group: str
 ) -> Tensor:
-    sent = [piece.reshape(-1) for piece in x.split(list(split), split_dim)]
     shape = _with_length(x, split_dim, split[rank])
     shapes = [[*shape[:join_dim], n, *shape[join_dim + 1 :]] for n in join]
     numels = [torch.Size(s).numel() for s in shapes]
     out = x.new_empty(sum(numels))
-    lengths = [piece.numel() for piece in sent]
-    _group(group).alltoall_base(out, torch.cat(sent), numels, lengths).wait()
+    row = x.numel() // x.shape[split_dim]
+    lengths = [row * n for n in split]
+    _group(group).alltoall_base(out, _joined(x, split_dim, split), numels, lengths).wait()
     parts = [part.view(s) for part, s in zip(out.split(numels), shapes, strict=True)]
     return torch.cat(parts, join_dim)
 

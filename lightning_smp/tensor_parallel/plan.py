@@ -19,9 +19,20 @@ from typing import Final
 from torch import nn
 
 from lightning_smp.tensor_parallel.record import Sharding
+from lightning_smp.tensor_parallel.replace import InPlace
 from lightning_smp.tensor_parallel.sharded import Place
 
-__all__ = ["Block", "Plan", "Rule", "Split", "Style", "input_dim", "is_linear", "make_plan"]
+__all__ = [
+    "Block",
+    "Plan",
+    "Rule",
+    "Split",
+    "Style",
+    "describe",
+    "input_dim",
+    "is_linear",
+    "make_plan",
+]
 
 
 class Style(Enum):
@@ -114,11 +125,19 @@ class Block:
 
 @dataclass
 class Plan:
-    """What is split, what stays whole, and why."""
+    """What is split, what stays whole, and why.
+
+    Attributes:
+        splits: by name.
+        blocks: by name.
+        whole: name to reason, of modules that a rule names.
+        modules: all modules by name.
+    """
 
     splits: dict[str, Split] = field(default_factory=dict)
     blocks: dict[str, Block] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, nn.Module] = field(default_factory=dict, repr=False)
 
 
 _SIMPLE: Final = {Style.COLUMN, Style.ROW, Style.SUMMED, Style.HEAD_BIAS}
@@ -166,7 +185,7 @@ class _Planner:
         self.tp_size = tp_size
         self.heads = heads
         self.partners = partners
-        self.plan = Plan()
+        self.plan = Plan(modules=dict(model.named_modules()))
         self.holders = _holders(model)
 
     def run(self) -> Plan:
@@ -420,3 +439,27 @@ def _shardings(module: nn.Module, rule: Rule, tp_size: int) -> dict[str, Shardin
 def _sharding(shape: Iterable[int], dim: int, tp_size: int, blocks: int) -> Sharding:
     shape = tuple(shape)
     return Sharding.split(shape, dim, tp_size, blocks=[shape[dim] // blocks] * blocks)
+
+
+def describe(plan: Plan, prefix: str, source: str) -> InPlace:
+    """Returns what a plan does, for the report; to be called before it is carried out.
+
+    Args:
+        plan: the plan.
+        prefix: dotted name of its model in the whole.
+        source: where its rules come from.
+    """
+
+    def entry(name: str, module: nn.Module, text: str) -> tuple[str, str, str]:
+        return (f"{prefix}.{name}" if prefix and name else prefix or name, _kind(module), text)
+
+    done = [
+        entry(s.name, s.module, f"{s.rule.style.value}, by {source}") for s in plan.splits.values()
+    ]
+    modules = plan.modules
+    kept = [entry(name, modules[name], reason) for name, reason in plan.whole.items()]
+    return InPlace(tuple(done), tuple(kept))
+
+
+def _kind(module: nn.Module) -> str:
+    return type(module).__name__

@@ -50,4 +50,5 @@ class EntryScope:
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EntryScope:
-        return memo.setdefault(id(self), EntryScope())
+        copied: EntryScope = memo.setdefault(id(self), EntryScope())
+        return copied

@@ -144,7 +144,7 @@ class SummedGradient(DistributedModule):
         try:
             for name in names:
                 self.__dict__[name] = copy_in(self._parameters[name], self.tp)  # type: ignore[arg-type]
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return super().forward(*args, **kwargs)
         finally:
             for name in names:
                 self.__dict__.pop(name, None)
@@ -164,6 +164,6 @@ class SharedCopy(DistributedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """The module's own forward."""
-        y: Tensor = super().forward(x)  # type: ignore[misc]
+        y: Tensor = super().forward(x)
         latent, direct = y.split([y.shape[-1] - self.num_direct, self.num_direct], -1)
         return torch.cat([latent, copy_in(direct, self.tp)], -1)

@@ -33,7 +33,9 @@ class _Embedding(DistributedModule):
         tp = self.tp
         if not tp.gathers:
             return ids
-        return ops.all_gather(ids, 0, [ids.shape[0]] * tp.size, tp.rank, tp.group_name)
+        sizes = [ids.shape[0]] * tp.size
+        everybodys: Tensor = ops.all_gather(ids, 0, sizes, tp.rank, tp.group_name)
+        return everybodys
 
 
 class VocabularyEmbedding(_Embedding):
@@ -48,7 +50,7 @@ class VocabularyEmbedding(_Embedding):
         start = sum(sizes[: self.tp.rank])
         local = self._everybodys(ids) - start
         is_here = (local >= 0) & (local < sizes[self.tp.rank])
-        found = super().forward(local.clamp(0, sizes[self.tp.rank] - 1))  # type: ignore[misc]
+        found = super().forward(local.clamp(0, sizes[self.tp.rank] - 1))
         found = found * is_here[..., None]
         if self.tp.gathers:
             return scatter_sum(found, self.tp, 0)
@@ -60,7 +62,7 @@ class EmbeddingColumns(_Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Maps [B, ...] to [B, ..., H]. Collective over tp."""
-        found: Tensor = super().forward(self._everybodys(ids))  # type: ignore[misc]
+        found: Tensor = super().forward(self._everybodys(ids))
         sizes = self.shardings["weight"].sizes
         if self.tp.gathers:
             return exchange(found, self.tp, split_dim=0, join_dim=-1, join=sizes)

@@ -58,7 +58,8 @@ class OneDevice(SingleDeviceStrategy):
             total = sum(piece.num_samples for piece in pieces)
             for m, piece in enumerate(pieces):
                 self._units.begin((self._seed, replica, 0, step, m))
-                output = super().training_step(piece.value, *others)
+                with self._units.repeating():
+                    output = super().training_step(piece.value, *others)
                 parts.append(_part(output, piece.num_samples, replica, total))
         if len(batches) > 1 and digest_draws(self.root_device) != draws:
             raise UnsupportedError(

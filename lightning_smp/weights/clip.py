@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.weights.ownership import Ownership
 
-__all__ = ["clip_grad_norm", "global_clip", "grad_norm"]
+__all__ = ["clip_grad_norm", "global_clip", "grad_norm", "total_norm"]
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -223,6 +223,23 @@ class _GlobalNorms:
         total = exchange.norm.to(_result_dtype(everyone))
         _check_finite(total, norm_type, error_if_nonfinite)
         return total
+
+
+@torch.no_grad()
+def total_norm(
+    counted: Sequence[Tensor], group: dist.ProcessGroup | None, device: torch.device
+) -> float:
+    """Return the 2-norm of tensors that are spread over the ranks of `group`.
+
+    Collective over `group`.
+
+    Args:
+        counted: this rank's tensors; each is given by one rank only.
+        group: None if there is one rank.
+        device: where the group's messages lie.
+    """
+    local = _local_norm(counted, 2.0)
+    return float(local if group is None else _exchange(local, 2.0, (), group, device).norm)
 
 
 @dataclass(frozen=True)

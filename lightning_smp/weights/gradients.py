@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smp.errors import ScheduleError, UnsupportedError
+from lightning_smp.native.kernels.buckets import flatten_into
 from lightning_smp.weights.comm_hook import CommHook, HookBucket
 from lightning_smp.weights.ownership import Ownership
 from lightning_smp.weights.sharing import Sharers, SharingGroups, WeightAgreement, sharers_of
@@ -193,11 +194,7 @@ class GradientReducer:
         while self._next < len(self._buckets):
             self._launch(self._buckets[self._next])
         presence = self._exchange_presence()
-        with torch.no_grad():
-            for parameter in self._alone:
-                gradient = self._dense_gradient(parameter)
-                if gradient is not None:
-                    self._scale(gradient, True)
+        self._scale_alone()
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
@@ -215,9 +212,7 @@ class GradientReducer:
             torch.zeros_like(p, memory_format=torch.contiguous_format) if g is None else g
             for p, g in zip(bucket.parameters, gradients, strict=True)
         ]
-        with torch.no_grad():
-            flat = torch.cat([part.detach().reshape(-1) for part in parts])
-            self._scale(flat, bucket.sharers[1])
+        flat = _flattened(parts, self._factor(bucket.sharers[1]))
         views = flat.split([part.numel() for part in parts])
         for parameter, gradient, view in zip(bucket.parameters, gradients, views, strict=True):
             shaped = view.view(parameter.shape)
@@ -250,14 +245,22 @@ class GradientReducer:
                     'replicas does not do. Use tied_parameters="together".'
                 )
 
-    def _scale(self, flat: Tensor, sees_group: bool) -> None:
+    def _factor(self, sees_group: bool) -> float:
+        """What this rank's gradients count with in the sum."""
         share = self._share if self._agreement is None else self._agreement.share()
-        if sees_group:
-            share *= self._ownership.tensor.group_factor
-        if share == 0.0:
-            flat.zero_()  # the mean over no samples is NaN, and 0 * NaN would spread
-        elif share != 1.0:
-            flat.mul_(share)
+        return share * self._ownership.tensor.group_factor if sees_group else share
+
+    @torch.no_grad()
+    def _scale_alone(self) -> None:
+        factor = self._factor(True) if self._alone else 1.0
+        for parameter in self._alone:
+            gradient = self._dense_gradient(parameter)
+            if gradient is None:
+                continue
+            if factor == 0.0:
+                gradient.zero_()  # as `flatten_into` does
+            elif factor != 1.0:
+                gradient.mul_(factor)
 
     def _dense_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         gradient = self._store.get(parameter)
@@ -297,6 +300,22 @@ class GradientReducer:
                 # Travelled in C order, the one layout that all members agree on; kept as the
                 # parameter is laid out (channels_last), which optimizers are fast with.
                 self._store.set(parameter, torch.empty_like(parameter).copy_(gradient))
+
+
+@torch.no_grad()
+def _flattened(parts: Sequence[Tensor], factor: float) -> Tensor:
+    """One flat buffer of ``factor`` times the gradients; zeros if it is 0.
+
+    The mean over no samples is NaN, and 0 * NaN would spread.
+    """
+    flat = parts[0].new_empty(sum(part.numel() for part in parts))
+    detached = [part.detach() for part in parts]
+    if flat.is_complex():
+        whole, numbers = torch.view_as_real(flat), map(torch.view_as_real, detached)
+        flatten_into(whole.view(-1), [part.reshape(-1) for part in numbers], scale=factor)
+    else:
+        flatten_into(flat, detached, scale=factor)
+    return flat
 
 
 @torch.no_grad()

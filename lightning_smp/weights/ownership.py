@@ -21,8 +21,10 @@ from lightning_smp.weights.tensor_split import TensorSplit
 __all__ = [
     "Ownership",
     "forget_foreign_state",
+    "give_data",
     "make_whole",
     "materialize",
+    "named_buffers",
     "placeholder_like",
     "release",
 ]
@@ -171,9 +173,9 @@ def release(module: nn.Module, ownership: Ownership, device: torch.device | None
     for parameter in ownership.parameters():
         if not ownership.is_local(parameter):
             parameter.grad = None
-            _set_data(parameter, placeholder_like(parameter, device))
+            give_data(parameter, placeholder_like(parameter, device))
     replaced: dict[int, Tensor] = {}
-    for owner, local_name, name, buffer in _named_buffers(module):
+    for owner, local_name, name, buffer in named_buffers(module):
         if ownership.pp_rank in (ownership.stages_of_name(name) or (ownership.pp_rank,)):
             continue
         if id(buffer) not in replaced:
@@ -205,7 +207,7 @@ def materialize(module: nn.Module, ownership: Ownership, device: torch.device) -
         if parameter.grad is not None:
             parameter.grad = parameter.grad.to(device)
     moved: dict[int, Tensor] = {}
-    for owner, local_name, name, buffer in _named_buffers(module):
+    for owner, local_name, name, buffer in named_buffers(module):
         if ownership.pp_rank not in (ownership.stages_of_name(name) or (ownership.pp_rank,)):
             continue
         if id(buffer) not in moved:
@@ -219,7 +221,7 @@ def _local_tensors(module: nn.Module, ownership: Ownership) -> Iterator[Tensor]:
     for parameter in ownership.parameters():
         if ownership.is_local(parameter):
             yield parameter
-    for _, _, name, buffer in _named_buffers(module):
+    for _, _, name, buffer in named_buffers(module):
         if ownership.pp_rank in (ownership.stages_of_name(name) or (ownership.pp_rank,)):
             yield buffer
     for inner in module.modules():
@@ -233,8 +235,8 @@ def make_whole(module: nn.Module, ownership: Ownership) -> None:
     materialize(module, ownership, host)
     for parameter in ownership.parameters():
         if not ownership.is_local(parameter):
-            _set_data(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=host))
-    for owner, local_name, name, buffer in _named_buffers(module):
+            give_data(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=host))
+    for owner, local_name, name, buffer in named_buffers(module):
         if ownership.pp_rank not in (ownership.stages_of_name(name) or (ownership.pp_rank,)):
             owner._buffers[local_name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=host)
 
@@ -263,7 +265,7 @@ def placeholder_like(tensor: Tensor, device: torch.device | None = None) -> Tens
     return element.expand(tensor.shape)
 
 
-def _set_data(parameter: nn.Parameter, data: Tensor) -> None:
+def give_data(parameter: nn.Parameter, data: Tensor) -> None:
     """Give `parameter` new data while every reference to the object stays valid."""
     if parameter.is_meta == data.is_meta:
         parameter.data = data
@@ -272,7 +274,7 @@ def _set_data(parameter: nn.Parameter, data: Tensor) -> None:
     become(parameter, data)
 
 
-def _named_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
+def named_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
     """Yield (holder, name in the holder, full name, buffer), shared ones under every name."""
     for prefix, holder in module.named_modules(remove_duplicate=False):
         for name, buffer in list(holder._buffers.items()):

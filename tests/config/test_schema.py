@@ -12,7 +12,7 @@ import pytest
 
 from lightning_smp.config import KEYS, SMPConfig
 from lightning_smp.config.keys import Key, Support
-from lightning_smp.config.kinds import Choice, Flag, Number, Whole
+from lightning_smp.config.kinds import Choice, Flag, NameStyles, Number, Whole
 from lightning_smp.errors import ConfigError
 from lightning_smp.topology import Topology
 
@@ -23,6 +23,9 @@ COMPANIONS: dict[str, dict[str, object]] = {
     "auto_partition": {"default_partition": 0},
     "virtual_pipeline_degree": {"pipeline_parallel_degree": 2},
     "schedule_file": {"pipeline": "file"},
+    "timeline_every_n_steps": {"pipeline_parallel_degree": 2},
+    "rebalance_after_steps": {"pipeline_parallel_degree": 2},
+    "compile_backend": {"compile": True},
 }
 PLANNED = [name for name, key in KEYS.items() if key.support is Support.PLANNED]
 
@@ -132,13 +135,14 @@ def test_other_keys_accept_some_other_value(name: str) -> None:
     if isinstance(key.kind, Choice):
         return
     value = 0 if name == "default_partition" else _other(key)
+    if isinstance(key.kind, NameStyles):
+        value = {"*.fc1": "column"}
     assert getattr(SMPConfig(**{**COMPANIONS.get(name, {}), name: value}), name) == value
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"fp16": True}, 'Trainer(precision="16-mixed")'),
         ({"bf16": True}, 'Trainer(precision="bf16-mixed")'),
         ({"microbatches": "8"}, "Use microbatches=8."),
         ({"microbatches": 0}, "Use microbatches=1."),
@@ -189,9 +193,9 @@ def test_refusal_says_what_works(values: dict[str, Any], message: str) -> None:
 
 
 def test_all_problems_are_reported_together() -> None:
-    text = _refusal(microbatches=0, pipeline="x", timeout=-1, fp16=True, auto_partition=False)
+    text = _refusal(microbatches=0, pipeline="x", timeout=-1, horovod=True, auto_partition=False)
     assert "5 problems" in text
-    for name in ("microbatches", "pipeline", "timeout", "fp16", "default_partition"):
+    for name in ("microbatches", "pipeline", "timeout", "horovod", "default_partition"):
         assert f"- {name} = " in text
 
 

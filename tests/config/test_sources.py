@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_smp.config import KEYS, UNSET, SMPConfig, resolve_config
-from lightning_smp.config.kinds import Choice, Flag, Number, Text, Whole
+from lightning_smp.config.kinds import Choice, Flag, NameStyles, Number, Text, Whole
 from lightning_smp.errors import ConfigError
 
 
@@ -148,13 +148,13 @@ def test_problems_of_all_sources_are_reported_together_with_their_source() -> No
     text = _refusal(
         {"microbatches": 0, "nonsense": 1},
         {"timeout": -1},
-        environ={"SMP_CONFIG": '{"pipeline": "x", "fp16": true}'},
+        environ={"SMP_CONFIG": '{"pipeline": "x", "horovod": true}'},
     )
     assert "5 problems" in text
     assert "microbatches = 0 (from the config argument)" in text
     assert "timeout = -1 (from the arguments)" in text
     assert "pipeline = 'x' (from the environment variable SMP_CONFIG)" in text
-    assert "fp16 = True (from the environment variable SMP_CONFIG)" in text
+    assert "horovod = True (from the environment variable SMP_CONFIG)" in text
 
 
 def test_rule_between_keys_names_the_source() -> None:
@@ -203,8 +203,14 @@ def _likely(name: str, random: Random) -> object:
     kind = KEYS["pipeline_parallel_degree" if name == "partitions" else name].kind
     if isinstance(kind, Choice):
         return random.choice(kind.words)
-    values = {Flag: [True, False], Whole: [1, 2, 3, 4], Number: [0.25, 1, 1.0], Text: ["a"]}
-    return random.choice(values[type(kind)])  # type: ignore[index]
+    values: dict[type[Any], list[Any]] = {
+        Flag: [True, False],
+        Whole: [1, 2, 3, 4],
+        Number: [0.25, 1, 1.0],
+        Text: ["a"],
+        NameStyles: ["auto", {"*.fc1": "column"}],
+    }
+    return random.choice(values[type(kind)])
 
 
 def test_ten_thousand_random_configs_are_valid_or_a_config_error() -> None:

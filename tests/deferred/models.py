@@ -174,6 +174,7 @@ def built_twice(make: Callable[[], nn.Module], deferred: Any) -> tuple[nn.Module
 
     All generators must end in one state.
     """
+    make()  # what it imports may draw from Python's generator
     states, models = [], []
     for context in (None, deferred):
         torch.manual_seed(3)

@@ -148,6 +148,15 @@ def test_a_slice_can_take_the_place_of_the_parameter() -> None:
     assert torch.equal(weight, nn.Linear(6, 5).weight[:2])
 
 
+def test_a_part_that_took_the_place_before_there_was_memory_keeps_the_part_only() -> None:
+    model = _linear()
+    model.weight.data = model.weight.data[2:4]
+    realize([model.weight])
+    torch.manual_seed(3)
+    assert torch.equal(model.weight, nn.Linear(6, 5).weight[2:4])
+    assert model.weight.untyped_storage().nbytes() == 2 * 6 * 4
+
+
 def test_nothing_is_deferred_after_the_context_or_where_it_failed() -> None:
     with pytest.raises(RuntimeError, match="stop"), deferring():
         raise RuntimeError("stop")

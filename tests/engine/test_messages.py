@@ -9,8 +9,9 @@ from lightning_smp.engine.messages import (
     inbound,
     segment_graph,
 )
+from lightning_smp.partitioning.costs import AtomCost
 from lightning_smp.program import Program
-from lightning_smp.schedule import make_schedule
+from lightning_smp.schedule import Action, make_schedule
 from tests.test_program import edge, entry
 
 
@@ -68,3 +69,22 @@ def test_inbound_follows_the_sender() -> None:
         back = [key for key, _ in inbound(schedule.ranks[1], programs, 1, 0)]
         assert sorted(back) == [(kind, m, e) for kind, e in (("f", 1), ("g", 0)) for m in range(3)]
         assert list(inbound(schedule.ranks[0], programs, 0, 0)) == []
+
+
+def test_graph_knows_what_a_backward_costs_and_keeps() -> None:
+    program = u_program()
+    for index, program_entry in enumerate(program.entries):
+        program_entry.cost = 2.0
+        program_entry.key = (("unit", index, 0), *program_entry.key[1:])
+    cost = AtomCost(calls=2, forward_s=1.0, backward_s=1.5, saved_bytes=600)
+    segments = segment_graph(program, 2, {0: cost, 1: cost}).segments
+    assert [s.backward_cost for s in segments] == [3.0, 3.0, 4.0]
+    assert [s.memory for s in segments] == [300, 300, 0]
+    # The first segment sends no gradient: all of its backward may wait.
+    assert [s.weight_cost for s in segments] == [3.0, 1.0, 2.0]
+
+
+def test_second_parts_send_nothing() -> None:
+    program = u_program()
+    row = [Action("I", 0, 1), Action("W", 0, 1)]
+    assert [key for key, _ in inbound(row, [program], 1, 0)] == [("g", 0, 0)]

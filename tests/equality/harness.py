@@ -51,7 +51,8 @@ class Layout:
     pp: int = 1
     dp: int = 1
     microbatches: int = 1
-    pipeline: Literal["simple", "interleaved"] = "interleaved"
+    pipeline: Literal["simple", "interleaved", "zero_bubble", "auto", "file"] = "interleaved"
+    virtual: int = 1
 
     @property
     def world_size(self) -> int:
@@ -59,7 +60,8 @@ class Layout:
         return self.pp * self.dp
 
     def __str__(self) -> str:
-        return f"pp{self.pp}-dp{self.dp}-mb{self.microbatches}-{self.pipeline}"
+        chunks = f"-v{self.virtual}" if self.virtual > 1 else ""
+        return f"pp{self.pp}-dp{self.dp}-mb{self.microbatches}-{self.pipeline}{chunks}"
 
 
 @dataclass
@@ -122,7 +124,7 @@ def train_smp(case: Case, layout: Layout) -> Result:
         pipeline_parallel_degree=layout.pp,
         microbatches=layout.microbatches,
         pipeline=layout.pipeline,
-        **case.strategy,
+        **{"config": {"virtual_pipeline_degree": layout.virtual}, **case.strategy},
     )
     return _train(case, strategy=strategy, devices=layout.world_size, batch_size=case.batch_size)
 

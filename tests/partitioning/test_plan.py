@@ -208,6 +208,16 @@ def test_unequal_model_is_balanced_by_cost() -> None:
     assert len(last) < 4
 
 
+@pytest.mark.parametrize(("layers", "num_stages", "virtual"), [(80, 16, 3), (30, 4, 3), (12, 4, 2)])
+def test_virtual_stages_are_even_over_all_chunks(
+    layers: int, num_stages: int, virtual: int
+) -> None:
+    root = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    partition = plan(root, num_stages, virtual_stages=virtual)
+    sizes = [len(partition.atoms_on(stage)) for stage in range(num_stages)]
+    assert max(sizes) - min(sizes) <= 1
+
+
 @pytest.mark.parametrize(("num_stages", "virtual"), [(2, 2), (4, 2), (3, 4)])
 def test_virtual_stages_are_contiguous_chunks_in_turn(num_stages: int, virtual: int) -> None:
     root = nn.Sequential(*(nn.Linear(4, 4) for _ in range(30)))

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import lightning_smp as smp
 
-__all__ = ["BATCH", "Net", "assert_weights", "batches", "fresh", "reference"]
+__all__ = ["BATCH", "STEPS", "Net", "assert_weights", "batches", "fresh", "reference"]
 
 BATCH = 8
+STEPS = 3
 
 
 class Net(nn.Module):
@@ -48,7 +49,7 @@ def fresh(net: nn.Module | None = None, lr: float = 0.1, **options: Any) -> tupl
     if net is None:
         torch.manual_seed(1)
         net = Net().double()
-    plain = deepcopy(net)
+    plain = deepcopy(net).to(smp.state.device)
     optimizer = torch.optim.Adam(net.parameters(), lr=lr / 10)  # before the model, as MNIST does
     model = smp.DistributedModel(net, **options)
     return model, smp.DistributedOptimizer(optimizer), plain
@@ -58,13 +59,14 @@ def batches(steps: int, replica: int | None = None) -> list[tuple[Tensor, Tensor
     """The batches of a replica, by default of this one."""
     replica = smp.dp_rank() if replica is None else replica
     generator = torch.Generator().manual_seed(100 + replica)
-    return [
+    found = [
         (
             torch.randn(BATCH, 6, generator=generator, dtype=torch.double),
             torch.randint(0, 6, (BATCH,), generator=generator),
         )
         for _ in range(steps)
     ]
+    return [(x.to(smp.state.device), y.to(smp.state.device)) for x, y in found]
 
 
 def reference(
@@ -104,4 +106,5 @@ def assert_weights(model: Any, plain: nn.Module) -> None:
     whole = model.state_dict()
     assert list(whole) == list(plain.state_dict())
     for name, expected in plain.state_dict().items():
-        torch.testing.assert_close(whole[name].cpu(), expected, rtol=1e-9, atol=1e-11, msg=name)
+        found = whole[name].to(expected.device)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, msg=name)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from collections import OrderedDict
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.modeling_outputs import CausalLMOutput
 
 import lightning_smp as smp
-from lightning_smp.weights.comm_hook import HookBucket
-from tests.script.rig import BATCH, Net, assert_weights, batches, fresh, reference
+from tests.script.rig import BATCH, STEPS, Net, assert_weights, batches, fresh, reference
 
-__all__ = ["ANY_LAYOUT", "ONE_STAGE_REPLICAS", "REPLICAS", "STAGES"]
+__all__ = ["ANY_LAYOUT"]
 
-STEPS = 3
+
+class Answer(OrderedDict[str, Any]):
+    """A dict subclass, as models return."""
 
 
 def training_and_evaluation() -> None:
@@ -48,7 +48,7 @@ def training_and_evaluation() -> None:
         wrapped.backward(loss)
         loss *= options.scale
         top = out["logits"].argmax(-1)
-        answer = CausalLMOutput(loss=loss, logits=out["logits"])
+        answer = Answer(loss=loss, logits=out["logits"])
         return {"answer": answer, "top": (top, [loss.item()]), "size": len(top)}
 
     @smp.step
@@ -61,14 +61,14 @@ def training_and_evaluation() -> None:
         result = train(model, {"x": x, "labels": y}, args, torch.ones(3))
         optimizer.step()
         scheduler.step()
-        assert type(result["answer"]) is CausalLMOutput
-        loss = result["answer"].loss.reduce_mean()
+        assert type(result["answer"]) is Answer
+        loss = result["answer"]["loss"].reduce_mean()
         assert not loss.requires_grad
         losses.append(float(loss))
-        assert result["answer"].logits.concat().shape == (BATCH, 6)
+        assert result["answer"]["logits"].concat().shape == (BATCH, 6)
         assert result["top"][0].concat().shape == (BATCH,)
         numbers = result["top"][1][0]
-        assert numbers == [float(part) for part in result["answer"].loss.outputs]
+        assert numbers == [float(part) for part in result["answer"]["loss"].outputs]
         assert result["size"] == [BATCH // smp.num_microbatches()] * smp.num_microbatches()
         assert smp.allgather(numbers, smp.MP_GROUP) == [numbers] * smp.mp_size()
     expected = reference(plain, STEPS, factor=0.5)
@@ -241,7 +241,7 @@ def loads_before_the_first_step() -> None:
     """What is loaded before the split is there after it."""
     model, optimizer, plain = fresh()
     torch.manual_seed(7)
-    other = Net().double()
+    other = Net().double().to(smp.state.device)
     outer = torch.optim.Adam(other.parameters(), lr=0.01)
     other(*batches(1, 0)[0])["loss"].backward()
     outer.step()
@@ -273,7 +273,7 @@ def mixed_precision() -> None:
 
     @smp.step
     def train(x: Tensor, y: Tensor) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(smp.state.device.type, torch.bfloat16):
             loss = model(x, labels=y)["loss"]
         scaled = scaler.scale(loss)
         model.backward(scaled)
@@ -360,7 +360,8 @@ def device_and_dtype() -> None:
     """The library chooses devices; dtypes are the user's, before the split and after it."""
     model, _, _ = fresh()
     assert model.to("meta").cuda() is model
-    assert next(model.parameters()).device == torch.device("cpu")
+    at_first = smp.state.device if smp.pp_size() == 1 else torch.device("cpu")
+    assert next(model.parameters()).device == at_first
 
     @smp.step
     def forward(x: Tensor) -> Any:
@@ -385,150 +386,6 @@ def foreign_parameters() -> None:
     del model
 
 
-def buffers_follow_the_first_replica() -> None:
-    """Replicas get the first one's buffers before a training step."""
-    net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)).double()
-    model, _, _ = fresh(net)
-
-    @smp.step
-    def train(x: Tensor) -> None:
-        model.backward(model(x).sum())
-
-    for x, _ in batches(3):
-        train(x)
-    mean = model.state_dict()["1.running_mean"]
-    means = smp.allgather(mean, smp.DP_GROUP)
-    # They differ by the last step only, whose batches differ.
-    steps = [torch.stack([m - means[0] for m in means])]
-    assert not torch.equal(means[0], means[1])
-    train(batches(1, 0)[0][0])  # the same batch on all replicas
-    means = smp.allgather(model.state_dict()["1.running_mean"], smp.DP_GROUP)
-    assert all(torch.equal(m, means[0]) for m in means)
-    del steps
-
-
-def uneven_data() -> None:
-    """`join`: replicas with fewer batches shadow the others and end with their weights."""
-    model, optimizer, plain = fresh()
-    data = batches(2 + smp.rdp_rank())
-
-    @smp.step
-    def train(x: Tensor, y: Tensor) -> None:
-        model.backward(model(x, labels=y)["loss"])
-
-    with model.join():
-        for x, y in data:
-            optimizer.zero_grad()
-            train(x, y)
-            optimizer.step()
-    outer = torch.optim.Adam(plain.parameters(), lr=0.01)
-    for step in range(3):
-        outer.zero_grad()
-        for replica in range(smp.dp_size()):
-            if step < 2 + replica:
-                x, y = batches(2 + replica, replica)[step]
-                (plain(x, labels=y)["loss"] / smp.dp_size()).backward()
-        outer.step()
-    assert_weights(model, plain)
-    with pytest.raises(RuntimeError, match="no more batches"):
-        with model.join(throw_on_early_termination=True):
-            for x, y in data:
-                train(x, y)
-
-
-def join_mismatch() -> None:
-    """Ranks of one replica with different numbers of batches are told so, on every rank."""
-    model, _, _ = fresh()
-
-    @smp.step
-    def train(x: Tensor, y: Tensor) -> None:
-        model.backward(model(x, labels=y)["loss"])
-
-    train(*batches(1)[0])
-    joining = _entered(model)
-    with pytest.raises(smp.CommunicationError, match="different numbers of batches"):
-        if smp.rank() == 0:
-            joining.announce_reduction()
-        else:
-            joining.shadow()
-    model.replicas.joining = None
-
-
-def _entered(model: Any) -> Any:
-    context = model.join()
-    context.__enter__()
-    joining = model.replicas.joining
-    assert joining is not None
-    model._test_context = context  # keeps it entered
-    return joining
-
-
-def comm_hook() -> None:
-    """A hook reduces the buckets, and divides by replicas and microbatches itself."""
-    model, optimizer, plain = fresh()
-    seen: list[int] = []
-
-    def hook(given: str, bucket: Any) -> Any:
-        assert given == "state"
-        assert isinstance(bucket, HookBucket)
-        assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
-        assert [g.shape for g in bucket.gradients()] == [p.shape for p in bucket.parameters()]
-        seen.append(bucket.index())
-        tensor = bucket.buffer().div(smp.dp_size() * smp.num_microbatches())
-        work = torch.distributed.all_reduce(tensor, group=smp.get_dp_process_group(), async_op=True)
-        return work.get_future()
-
-    model.register_comm_hook("state", hook)
-    with pytest.raises(smp.SMPError, match="twice"):
-        model.register_comm_hook("state", hook)
-
-    @smp.step
-    def train(x: Tensor, y: Tensor) -> None:
-        model.backward(model(x, labels=y)["loss"])
-
-    for x, y in batches(STEPS):
-        optimizer.zero_grad()
-        train(x, y)
-        optimizer.step()
-    assert seen[:1] == [0]
-    reference(plain, STEPS)
-    assert_weights(model, plain)
-
-
-def plain_loops() -> None:
-    """With one stage `loss.backward()` works without a step, and reduces over replicas."""
-    model, optimizer, plain = fresh(backward_passes_per_step=2, broadcast_buffers=False)
-    for number, (x, y) in enumerate(batches(4)):
-        out = model(x, labels=y)
-        loss = out["loss"]
-        loss += 0.0
-        if number == 0:
-            model.backward(loss)
-        else:
-            loss.backward()
-        if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    reference(plain, 4, accumulate=2)
-    assert_weights(model, plain)
-    with torch.no_grad():
-        torch.testing.assert_close(
-            F.softmax(model(x)["logits"], -1), F.softmax(plain(x)["logits"], -1)
-        )
-
-
-def uneven_plain_loops() -> None:
-    """`join` around plain loops."""
-    model, optimizer, _ = fresh()
-    with model.join(divide_by_initial_world_size=False):
-        for x, y in batches(1 + smp.dp_rank()):
-            optimizer.zero_grad()
-            model(x, labels=y)["loss"].backward()
-            optimizer.step()
-    weights = smp.allgather(model.state_dict()["inp.weight"], smp.DP_GROUP)
-    assert all(torch.equal(weight, weights[0]) for weight in weights)
-
-
 ANY_LAYOUT = [
     training_and_evaluation,
     several_backwards,
@@ -541,6 +398,3 @@ ANY_LAYOUT = [
     device_and_dtype,
     foreign_parameters,
 ]
-STAGES = [join_mismatch]
-REPLICAS = [comm_hook, uneven_data, buffers_follow_the_first_replica]
-ONE_STAGE_REPLICAS = [plain_loops, uneven_plain_loops]

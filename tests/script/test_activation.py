@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+import lightning_smp as smp
 from lightning_smp.config import SMPConfig
 from lightning_smp.errors import ConfigError, PartitionError
 from lightning_smp.placed.random import seed_everywhere
@@ -189,6 +191,55 @@ def test_dropout_is_the_same_when_it_runs_again() -> None:
         here = slice(2 * rank, 2 * rank + 2)
         for calls, factor in zip(result["calls"], (1, 2, 2), strict=True):
             assert calls[here] == [6 * factor] * 2  # three microbatches, two steps
+
+
+def visits(model: Any, x: Tensor, reentrant: bool | None) -> Tensor:
+    """Two visits of each unit, which draw differently; None: without torch's own checkpoint."""
+    for block in model.layers:
+        for _ in range(2):
+            x = block(x) if reentrant is None else torch_checkpoint(
+                block, x * 1, use_reentrant=reentrant
+            )  # fmt: skip
+    return model.head(x).square().mean()
+
+
+@smp.step
+def smp_step(model: Any, x: Tensor, call: Any) -> Tensor:
+    loss = call(model.get_module(), x.requires_grad_())
+    model.backward(loss)
+    return loss
+
+
+def through_the_api(
+    rank: int, world_size: int, strategy: str | None, call: Any = None
+) -> list[float]:
+    smp.init({"partitions": world_size, "microbatches": 2})
+    torch.manual_seed(3)
+    model = smp.DistributedModel(Stack(0.5))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.02))
+    if strategy is not None:
+        smp.set_activation_checkpointing(model.get_module().layers, strategy=strategy)
+    losses = []
+    for [x] in samples(4, 1, size=4):
+        optimizer.zero_grad()
+        step_loss = smp_step(model, x, call or partial(plain, number=0))
+        losses.append(step_loss.reduce_mean().item())
+        optimizer.step()
+    return losses
+
+
+def test_through_the_api() -> None:
+    [expected] = run_ranks(through_the_api, 1, None)
+    for stages, strategy in ((1, "each"), (2, "contiguous")):
+        for losses in run_ranks(through_the_api, stages, strategy):
+            assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torchs_own_checkpoint_on_one_stage(reentrant: bool) -> None:
+    [expected] = run_ranks(through_the_api, 1, None, partial(visits, reentrant=None))
+    [losses] = run_ranks(through_the_api, 1, None, partial(visits, reentrant=reentrant))
+    assert losses == pytest.approx(expected, rel=1e-6)
 
 
 def by_hand(rank: int, world_size: int) -> str:

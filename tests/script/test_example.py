@@ -99,7 +99,10 @@ def test_the_old_import(tmp_path: Path, reference: dict[str, Any]) -> None:
     text, new = EXAMPLE.read_text(), "import lightning_smp as smp"
     assert text.count(f"\n{new}\n") == 1
     script, report = tmp_path / "script.py", tmp_path / "report.json"
-    script.write_text(text.replace(new, "import smdistributed.modelparallel.torch as smp"))
+    text = text.replace(new, "import smdistributed.modelparallel.torch as smp")
+    with_cuda = text.replace("use_cuda = torch.cuda.is_available()", "use_cuda = True")
+    assert with_cuda != text
+    script.write_text(with_cuda)
     run_ranks(old_import, 2, str(script), str(report))
     losses = json.loads(report.read_text())["losses"]
     assert losses == pytest.approx(reference["losses"], rel=1e-4)

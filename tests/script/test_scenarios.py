@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.script import scenarios
+from tests.script import scenarios, scenarios_half, scenarios_ranks, scenarios_replicas
 from tests.support.launch import run_ranks
+
+_PARTS = (scenarios, scenarios_half, scenarios_ranks, scenarios_replicas)
 
 
 def play(rank: int, size: int, config: dict[str, Any], names: Sequence[str]) -> dict[str, float]:
@@ -20,7 +22,7 @@ def play(rank: int, size: int, config: dict[str, Any], names: Sequence[str]) -> 
     for name in names:
         start_s = time.monotonic()
         try:
-            getattr(scenarios, name)()
+            next(getattr(part, name) for part in _PARTS if hasattr(part, name))()
         except Exception as error:
             raise AssertionError(f"scenario {name} on rank {rank} of {size}") from error
         took_s[name] = time.monotonic() - start_s
@@ -32,6 +34,8 @@ def _names(*lists: list[Callable[[], None]]) -> list[str]:
 
 
 _ALL = scenarios.ANY_LAYOUT
+_PLAIN = scenarios_replicas.ONE_STAGE_REPLICAS
+_FOUR = [scenarios_replicas.join_mismatch, scenarios_ranks.ranks_and_messages]
 
 
 @pytest.mark.parametrize(
@@ -43,15 +47,18 @@ _ALL = scenarios.ANY_LAYOUT
         ),
         pytest.param(
             2, {"microbatches": 2, "ddp": True},
-            _names(_ALL, scenarios.REPLICAS, scenarios.ONE_STAGE_REPLICAS), id="dp2",
+            _names(_ALL, scenarios_replicas.REPLICAS, _PLAIN), id="dp2",
         ),
         pytest.param(
             4, {"partitions": 2, "microbatches": 2, "ddp": True, "placement_strategy": "spread"},
-            _names(_ALL, scenarios.REPLICAS, scenarios.STAGES), id="pp2-dp2",
+            _names(_ALL, scenarios_replicas.REPLICAS, _FOUR), id="pp2-dp2",
         ),
         pytest.param(
             4, {"pipeline_parallel_degree": 4, "microbatches": 4, "pipeline": "simple"},
             _names(_ALL[:4]), id="pp4-simple",
+        ),
+        pytest.param(
+            2, {"partitions": 2, "microbatches": 2, "fp16": True}, ["half_precision"], id="fp16",
         ),
     ],
 )  # fmt: skip

@@ -143,11 +143,11 @@ def test_step_output() -> None:
 def test_a_step_is_no_method_and_keeps_its_name() -> None:
     class Trainer:
         @smp.step
-        def bare(x: Tensor) -> None:
+        def bare(x: Tensor) -> None:  # noqa: N805
             """Text."""
 
         @smp.step()
-        def called(x: Tensor) -> None: ...
+        def called(x: Tensor) -> None: ...  # noqa: N805
 
     assert Trainer().bare is Trainer.bare  # no self is bound
     assert Trainer.bare.__name__ == "bare"

@@ -18,6 +18,7 @@ from tests.tensor_parallel.models import MODELS, Data, Model
 
 _GLOBAL_BATCH = 12
 _STEPS = 3
+_RESUMED = (True, "memory")  # the variant that also resumes, from the file of one device
 
 
 class Layout(NamedTuple):
@@ -33,7 +34,8 @@ class Layout(NamedTuple):
         return self.tp * self.pp * self.dp
 
 
-def _train(model: Model, data: Data, **options: Any) -> pl.Trainer:
+def train(model: Model, data: Data, *, ckpt_path: Path | None = None, **options: Any) -> pl.Trainer:
+    """Train for some steps, with clipping."""
     settings: dict[str, Any] = {
         "accelerator": "cpu",
         "max_epochs": 1,
@@ -47,13 +49,13 @@ def _train(model: Model, data: Data, **options: Any) -> pl.Trainer:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         trainer = pl.Trainer(**{**settings, **options})
-        trainer.fit(model, datamodule=data, ckpt_path=options.pop("ckpt_path", None))
+        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=False)
     return trainer
 
 
 def _reference(name: str, folder: Path) -> Model:
     model = Model(name)
-    trainer = _train(model, Data(_GLOBAL_BATCH), devices=1)
+    trainer = train(model, Data(_GLOBAL_BATCH), devices=1)
     trainer.save_checkpoint(folder / f"{name}.ckpt")
     return model
 
@@ -68,12 +70,19 @@ def _rank(rank: int, world_size: int, layout: Layout, folder: Path) -> None:
         )  # fmt: skip
         model = Model(name)
         data = Data(_GLOBAL_BATCH // shares)
-        trainer = _train(model, data, devices=world_size, strategy=strategy)
+        trainer = train(model, data, devices=world_size, strategy=strategy)
         assert any(m.tp.size == layout.tp for _, m in distributed_modules(model))
         case = f"{name} prescaled={prescaled} {optimize}"
         trainer.save_checkpoint(folder / f"{case}.ckpt")
         losses = torch.tensor(model.losses, dtype=torch.float64)
         torch.save(losses, folder / f"{case} losses {rank}.pt")
+        if (prescaled, optimize) == _RESUMED:
+            model = Model(name)
+            trainer = train(
+                model, data, devices=world_size, max_epochs=2, ckpt_path=folder / f"{name}.ckpt",
+                strategy=SMPStrategy(config=strategy.config.as_dict()),
+            )  # fmt: skip
+            trainer.save_checkpoint(folder / f"{name} resumed.ckpt")
 
 
 def _compare(expected: Any, found: Any, where: str) -> None:
@@ -105,9 +114,9 @@ _LAYOUTS = {
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("layout", _LAYOUTS.values(), ids=_LAYOUTS.keys())
 def test_training_equals_one_device(layout: Layout, tmp_path: Path) -> None:
+    references = {name: _reference(name, tmp_path) for name in MODELS}
     run_ranks(_rank, layout.world_size, layout, tmp_path, timeout=300)
-    for name in MODELS:
-        reference = _reference(name, tmp_path)
+    for name, reference in references.items():
         wanted = torch.load(tmp_path / f"{name}.ckpt", weights_only=False)
         for prescaled, optimize in product((False, True), ("speed", "memory")):
             case = f"{name} prescaled={prescaled} {optimize}"
@@ -123,3 +132,18 @@ def test_training_equals_one_device(layout: Layout, tmp_path: Path) -> None:
             found = torch.load(tmp_path / f"{case}.ckpt", weights_only=False)
             for part in ("state_dict", "optimizer_states"):
                 _compare(wanted[part], found[part], f"{case} {part}")
+        _check_resumed(name, tmp_path)
+
+
+def _check_resumed(name: str, folder: Path) -> None:
+    """One device goes on from the layout's file as the layout does from the file of one device."""
+    model = Model(name)
+    prescaled, optimize = _RESUMED
+    path = folder / f"{name} prescaled={prescaled} {optimize}.ckpt"
+    trainer = train(model, Data(_GLOBAL_BATCH), devices=1, max_epochs=2, ckpt_path=path)
+    trainer.save_checkpoint(folder / "one device.ckpt")
+    wanted = torch.load(folder / "one device.ckpt", weights_only=False)
+    found = torch.load(folder / f"{name} resumed.ckpt", weights_only=False)
+    assert found["global_step"] == 2 * _STEPS
+    for part in ("state_dict", "optimizer_states"):
+        _compare(wanted[part], found[part], f"{name} resumed {part}")

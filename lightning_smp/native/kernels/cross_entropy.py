@@ -235,7 +235,7 @@ class _CrossEntropy(torch.autograd.Function):
         return statistics.losses(targets, settings, lse)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, lse = ctx.saved_tensors
         if not ctx.overwrite_logits:

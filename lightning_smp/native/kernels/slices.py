@@ -4,6 +4,8 @@ Cutting [B, S, H] along its last dim leaves slices with gaps; what is sent must 
 moves all slices into one buffer, one after another, and converts on the way; `unpack` is its
 inverse. Slices may differ in size (a hidden size that the ranks do not divide). Both are
 differentiable, each the backward of the other.
+
+There is no operator for unpacking without a conversion: torch's `cat` is as fast as a kernel.
 """
 
 from __future__ import annotations
@@ -40,8 +42,11 @@ def pack(
         UnsupportedError: the sizes are not those of the dim.
     """
     rows, columns = _as_matrix(whole.shape, sizes, dim)
+    to = dtype or whole.dtype
+    if not _is_converted(whole.dtype, to):
+        whole = whole.to(to)
     prepare(whole)
-    packed: Tensor = _pack(whole.reshape(rows, sum(columns)).contiguous(), columns, dtype)
+    packed: Tensor = _pack(whole.reshape(rows, sum(columns)).contiguous(), columns, to)
     return packed
 
 
@@ -70,8 +75,11 @@ def unpack(
         raise UnsupportedError(
             f"A buffer of {packed.numel()} elements was to be unpacked as {list(shape)}."
         )
+    to = dtype or packed.dtype
+    if not _is_converted(packed.dtype, to):
+        return torch.cat(slice_views(packed.reshape(-1), shape, sizes, dim=dim), dim).to(to)
     prepare(packed)
-    whole: Tensor = _unpack(packed.reshape(-1).contiguous(), rows, columns, dtype)
+    whole: Tensor = _unpack(packed.reshape(-1).contiguous(), rows, columns, to)
     return whole.view(*shape)
 
 
@@ -104,7 +112,13 @@ def _as_matrix(shape: Sequence[int], sizes: Sequence[int], dim: int) -> tuple[in
     return math.prod(shape[:dim]), [size * inner for size in sizes]
 
 
-def _reference_pack(whole: Tensor, sizes: list[int], dtype: torch.dtype | None) -> Tensor:
+def _is_converted(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether the operators convert between these types; torch does it beforehand otherwise."""
+    types = (torch.float32, torch.bfloat16, torch.float16)
+    return source != target and source in types and target in types
+
+
+def _reference_pack(whole: Tensor, sizes: list[int], dtype: torch.dtype) -> Tensor:
     packed = _fake_pack(whole, sizes, dtype)
     parts = packed.split([whole.shape[0] * size for size in sizes])
     for part, columns in zip(parts, whole.split(sizes, dim=1), strict=True):
@@ -112,31 +126,27 @@ def _reference_pack(whole: Tensor, sizes: list[int], dtype: torch.dtype | None) 
     return packed
 
 
-def _fake_pack(whole: Tensor, sizes: list[int], dtype: torch.dtype | None) -> Tensor:
-    return whole.new_empty(whole.shape[0] * whole.shape[1], dtype=dtype or whole.dtype)
+def _fake_pack(whole: Tensor, sizes: list[int], dtype: torch.dtype) -> Tensor:
+    return whole.new_empty(whole.shape[0] * whole.shape[1], dtype=dtype)
 
 
-def _reference_unpack(
-    packed: Tensor, rows: int, sizes: list[int], dtype: torch.dtype | None
-) -> Tensor:
-    whole = _fake_unpack(packed, rows, sizes, dtype)
+def _reference_unpack(packed: Tensor, rows: int, sizes: list[int], dtype: torch.dtype) -> Tensor:
     parts = packed.split([rows * size for size in sizes])
-    for part, columns in zip(parts, whole.split(sizes, dim=1), strict=True):
-        columns.copy_(part.view(columns.shape))
-    return whole
+    shaped = [part.view(rows, size) for part, size in zip(parts, sizes, strict=True)]
+    return torch.cat(shaped, 1).to(dtype)
 
 
-def _fake_unpack(packed: Tensor, rows: int, sizes: list[int], dtype: torch.dtype | None) -> Tensor:
-    return packed.new_empty((rows, sum(sizes)), dtype=dtype or packed.dtype)
+def _fake_unpack(packed: Tensor, rows: int, sizes: list[int], dtype: torch.dtype) -> Tensor:
+    return packed.new_empty((rows, sum(sizes)), dtype=dtype)
 
 
 def _remember_pack(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     whole, ctx.sizes, _ = inputs
-    ctx.rows, ctx.dtype = whole.shape[0], whole.dtype
+    ctx.shape, ctx.dtype = whole.shape, whole.dtype
 
 
 def _pack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _unpack(grad.contiguous(), ctx.rows, ctx.sizes, ctx.dtype), None, None
+    return unpack(grad, ctx.shape, ctx.sizes, dim=1, dtype=ctx.dtype), None, None
 
 
 def _remember_unpack(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -145,16 +155,16 @@ def _remember_unpack(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _pack(grad.contiguous(), ctx.sizes, ctx.dtype), None, None, None
+    return pack(grad, ctx.sizes, dim=1, dtype=ctx.dtype), None, None, None
 
 
 _pack = declare(
-    "pack_slices(Tensor whole, int[] sizes, ScalarType? dtype) -> Tensor",
+    "pack_slices(Tensor whole, int[] sizes, ScalarType dtype) -> Tensor",
     _reference_pack,
     _fake_pack,
 )
 _unpack = declare(
-    "unpack_slices(Tensor packed, SymInt rows, int[] sizes, ScalarType? dtype) -> Tensor",
+    "unpack_slices(Tensor packed, SymInt rows, int[] sizes, ScalarType dtype) -> Tensor",
     _reference_unpack,
     _fake_unpack,
 )
