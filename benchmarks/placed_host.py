@@ -81,10 +81,11 @@ def _followed(module: LanguageModel, engine: PipelineEngine, piece: Tensor) -> C
 
     def forward() -> None:
         context = StepContext(runtime, alone, engine.control, alone, (0,))  # type: ignore[arg-type]
-        run = MicrobatchRun(context, 0, program)
+        run = MicrobatchRun(context, 0)
         with outer_patches(run):
             for index in range(_MICROBATCHES):
-                run = MicrobatchRun(context, index, program)
+                run = MicrobatchRun(context, index)
+                run.follow(program)
                 restore = runtime.activate(run)
                 with OuterMode(run):
                     module.training_step(piece, 0)

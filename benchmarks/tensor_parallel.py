@@ -1,8 +1,8 @@
 """Step time of a small GPT split over two processes: smp.nn, and DTensor's parallelize_module.
 
 Both run the same layers with the same weights on one batch that both ranks hold; results are
-compared before anything is measured. Lightning's ModelParallelStrategy trains what `parallelize_module`
-returns, so the direct comparison is with it; both are also run inside a Trainer.
+compared before anything is measured. Lightning's ModelParallelStrategy trains what DTensor's
+function returns; both strategies are also run inside a Trainer.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ class State:
         backend: of groups that carry tensors, "nccl" or "gloo".
         tracing: whether a step is only analysed, on tensors without numbers.
         registrations: how modules of a class are distributed, by `smp.tp_register`.
+        step_functions: how many functions `smp.step` has decorated.
         in_step: whether a function decorated with `smp.step` runs.
         module_manager: where clients look for translations of state dicts.
     """
@@ -55,6 +56,7 @@ class State:
         self.backend = "gloo"
         self.tracing = False
         self.in_step = False
+        self.step_functions = 0
         self.module_manager = ModuleManager()
         self._model: weakref.ref[DistributedModel] | None = None
         self._optimizer: weakref.ref[DistributedOptimizer] | None = None

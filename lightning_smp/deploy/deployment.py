@@ -30,6 +30,7 @@ from lightning_smp.engine.control import Control
 from lightning_smp.groups import Groups
 from lightning_smp.partitioning import AtomCost, Partition, find_atoms, report
 from lightning_smp.partitioning.marks import marked_stages
+from lightning_smp.placed.compiling import UnitCompiler
 from lightning_smp.placed.random import DrawState, mix_seed, seed_everywhere
 from lightning_smp.placed.runtime import Runtime
 from lightning_smp.placed.seeding import SeededUnits
@@ -59,7 +60,8 @@ class Deployment:
         runtime: what placed runs share; None likewise.
         engine: runs steps over the stages; None likewise.
         sharing: the groups that gradients are summed over; None before the first step.
-        seeding: with one stage, seeds its units as several stages would; may be None.
+        seeding: with one stage, seeds its units as several stages would, and compiles them; may
+            be None.
         is_last_batch: whether this rank has no batch after the one of the step; the ranks of a
             tensor group must agree before one of them leaves the loop.
         seed: where the random streams of units begin, equal on all ranks.
@@ -170,8 +172,11 @@ class Deployment:
             self.sync_replicas()
         if self._ownership is None:
             self._ownership = Ownership.whole(self.module)
-            if self.config.reproducible:
-                self.seeding = SeededUnits(self.module, self.device)
+            if self.config.reproducible or self.config.compile:
+                self.seeding = SeededUnits(
+                    self.module, self.device, seeds=self.config.reproducible,
+                    compiler=self._compiler(),
+                )  # fmt: skip
                 self.seeding.install()
         self.sharing = self._make_sharing()
 
@@ -198,7 +203,7 @@ class Deployment:
         ranks = groups.topology.group("pp", groups.rank)
         self.partition = partition
         self.runtime = Runtime(groups.pp_rank, groups.pp_size, self.device)
-        self._ownership = install_units(self.module, partition, self.runtime)
+        self._ownership = install_units(self.module, partition, self.runtime, self._compiler())
         place_weights(self.module, self._ownership, self.runtime, list(optimizers))
         file, limit = self.config.schedule_file, self.config.activation_limit_mb
         self.engine = PipelineEngine(
@@ -229,6 +234,10 @@ class Deployment:
         place_weights(self.module, ownership, self.runtime, list(optimizers))
         self.engine.forget(self._unit_costs(partition))
         self.sharing = self._make_sharing()
+
+    def _compiler(self) -> UnitCompiler | None:
+        config = self.config
+        return UnitCompiler(config.compile_backend) if config.compile else None
 
     def _unit_costs(self, partition: Partition) -> dict[int, AtomCost]:
         assert self.runtime is not None

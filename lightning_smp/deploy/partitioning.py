@@ -21,6 +21,7 @@ from lightning_smp.partitioning import (
     plan_partition,
 )
 from lightning_smp.partitioning.atoms import is_boundary
+from lightning_smp.placed.compiling import UnitCompiler
 from lightning_smp.placed.metrics import MetricBoundary, find_metrics
 from lightning_smp.placed.runtime import Runtime
 from lightning_smp.placed.units import UnitEntry
@@ -95,14 +96,16 @@ def _tree_mark(module: nn.Module) -> list[Any]:
     return [[name, list(p.shape)] for name, p in module.named_parameters()]
 
 
-def install_units(module: nn.Module, partition: Partition, runtime: Runtime) -> Ownership:
+def install_units(
+    module: nn.Module, partition: Partition, runtime: Runtime, compiler: UnitCompiler | None = None
+) -> Ownership:
     """Enters the units into the runtime and the module; returns who holds what."""
     floating = set(partition.floating)
     inside: set[int] = set()
     for atom in find_atoms(module):
         home = -1 if atom.name in floating else partition.stage_of[atom.name]
         cost = partition.costs[atom.name].forward_s if atom.name in partition.costs else 0.0
-        entry = UnitEntry(runtime, atom.index, atom.name, atom.module, home, cost)
+        entry = UnitEntry(runtime, atom.index, atom.name, atom.module, home, cost, compiler)
         runtime.units.append(entry)
         inside.update(id(inner) for inner in atom.module.modules())
     ownership = ownership_of(module, partition, runtime.rank)

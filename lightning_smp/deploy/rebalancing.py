@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -31,6 +31,7 @@ class Rebalanced:
     """What rebalancing did.
 
     Attributes:
+        unit_seconds: by name of the unit, of its forwards and backwards in one microbatch.
         moved: the units that moved.
         moved_bytes: what this rank's pipeline sent for that.
         stages_before: seconds of one microbatch on each stage, as measured.
@@ -41,6 +42,7 @@ class Rebalanced:
         measured_after_s: after; None while they have not been made.
     """
 
+    unit_seconds: Mapping[str, float]
     moved: tuple[str, ...]
     moved_bytes: int
     stages_before: tuple[float, ...]
@@ -153,8 +155,9 @@ class Rebalancer:
         before = measured.stage_seconds(current)
         after = measured.stage_seconds(new)
         pipeline, active = engine.pipeline, engine.active_microbatches
+        unit_seconds = {name: sum(times) for name, times in measured.seconds.items()}
         done = Rebalanced(
-            (), 0, tuple(before), tuple(before),
+            unit_seconds, (), 0, tuple(before), tuple(before),
             measured.step_seconds(current, microbatches, pipeline, active),
             measured.step_seconds(new, microbatches, pipeline, active), wall_s,
         )  # fmt: skip
@@ -167,9 +170,7 @@ class Rebalancer:
         }
         moved_bytes = self._move(new, moved, optimizers)
         self._say(report(new, deployment.module))
-        return replace(
-            done, moved=tuple(moved), moved_bytes=moved_bytes, stages_after=tuple(after)
-        )
+        return replace(done, moved=tuple(moved), moved_bytes=moved_bytes, stages_after=tuple(after))
 
     def _gather(self, current: Partition) -> tuple[MeasuredUnits, int, float, float | None]:
         """What all ranks measured: the units, microbatches, a step, a rank's memory."""
@@ -203,17 +204,13 @@ class Rebalancer:
             for entry in (engine.programs[0].entries if engine.programs else ())
             if isinstance(entry.key[0], tuple)
         ]
-        order, microbatches = broadcast_object(  # type: ignore[misc]
-            (tuple(calls), len(engine.programs)), 0, groups.world_control
-        )
+        first: Any = broadcast_object((calls, len(engine.programs)), 0, groups.world_control)
         memories = [other[3] for other in everyone if other[3] is not None]
         wall_s = max(other[2] for other in everyone)
         memory = min(memories) if memories else None
-        return MeasuredUnits(order, seconds), microbatches, wall_s, memory
+        return MeasuredUnits(tuple(first[0]), seconds), first[1], wall_s, memory
 
-    def _plan(
-        self, current: Partition, measured: MeasuredUnits, memory: float | None
-    ) -> Partition:
+    def _plan(self, current: Partition, measured: MeasuredUnits, memory: float | None) -> Partition:
         """The new split, the same on all ranks. Collective over the world."""
         deployment = self._deployment
         config, control = deployment.config, deployment.groups.world_control
@@ -243,9 +240,7 @@ class Rebalancer:
         engine = deployment.engine
         assert engine is not None
         ownership = ownership_of(deployment.module, new, deployment.groups.pp_rank)
-        migration = Migration(
-            deployment.module, deployment.ownership, ownership, moved, optimizers
-        )
+        migration = Migration(deployment.module, deployment.ownership, ownership, moved, optimizers)
         offer, error = None, None
         try:
             offer = migration.offer()

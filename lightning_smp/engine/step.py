@@ -59,8 +59,7 @@ class Step(Backwards):
         plan, engine = self.plan, self.engine
         recorded = self._choose_recorded()
         for m in range(len(plan.bodies)):
-            program = None if m in recorded else engine._programs.get(plan.specs[m])
-            self.runs.append(MicrobatchRun(self.context, m, program))
+            self.runs.append(MicrobatchRun(self.context, m))
         for m in recorded:
             self._record(m)
         self.train |= any(self.runs[m].losses for m in recorded)

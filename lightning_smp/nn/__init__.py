@@ -1,5 +1,6 @@
 """Distributed modules: layers whose weights and work are split over a tensor group."""
 
+from lightning_smp.nn import huggingface
 from lightning_smp.nn.attention import DistributedAttentionLayer
 from lightning_smp.nn.embedding import DistributedEmbedding
 from lightning_smp.nn.layer_norm import DistributedLayerNorm, FusedLayerNorm
@@ -20,4 +21,5 @@ __all__ = [
     "DistributedTransformerLayer",
     "DistributedTransformerOutputLayer",
     "FusedLayerNorm",
+    "huggingface",
 ]

@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
+from lightning_smp.tensor_parallel.operations import COLLECTIVES, communicated_bytes
+
 __all__ = ["AtomCost", "CostWatch", "DeviceModel", "nbytes"]
 
 _ATEN = torch.ops.aten
@@ -35,10 +37,12 @@ class DeviceModel:
     Attributes:
         flops_per_s: Attainable floating-point operations per second.
         bytes_per_s: Attainable memory bandwidth in bytes per second.
+        link_bytes_per_s: What a rank sends to its tensor group, in bytes per second.
     """
 
     flops_per_s: float = 300e12
     bytes_per_s: float = 3e12
+    link_bytes_per_s: float = 300e9
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
         """Returns the estimated time of an operation in seconds."""
@@ -193,6 +197,8 @@ class CostWatch(TorchDispatchMode):
         return out
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if func.namespace == COLLECTIVES:
+            self._count_communication(func, args, out)
         if _is_free(func):
             return
         results = _tensors(out)
@@ -208,6 +214,14 @@ class CostWatch(TorchDispatchMode):
         seconds = self._device.seconds(flops, moved)
         tally.forward_s += seconds
         tally.backward_s += self._backward_s(func, operands, flops, moved)
+
+    def _count_communication(self, func: Any, args: Any, out: Any) -> None:
+        """A collective of a distributed module; what comes back in the backward is as much."""
+        seconds = communicated_bytes(func, args, out) / self._device.link_bytes_per_s
+        tally = self._current()
+        tally.forward_s += seconds
+        if any(tensor.requires_grad for tensor in _tensors(args)):
+            tally.backward_s += seconds
 
     def _backward_s(self, func: Any, operands: list[Tensor], flops: int, moved: int) -> float:
         """Each gradient wanted costs about the forward, a table's as much as writing it."""

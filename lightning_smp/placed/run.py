@@ -37,12 +37,11 @@ _UNHELD = 2
 
 
 class MicrobatchRun(Results):
-    """The forward of one microbatch on this rank.
+    """The forward of one microbatch on this rank; it records its program unless it follows one.
 
     Args:
         context: what the runs of one step share.
         index: the microbatch.
-        program: the program to follow, or None to record one.
     """
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -209,7 +208,7 @@ class MicrobatchRun(Results):
         return entry.outcome if mine else outcome_from_plain(plain)
 
     def follow(self, program: Program) -> None:
-        """Follows a program that another microbatch of the step has recorded."""
+        """Follows a program that another microbatch has recorded."""
         assert self.position == 0
         self.program, self.following = program, True
         self.entries, self.edges = program.entries, program.edges

@@ -25,16 +25,16 @@ _SHOWN = 300
 class RunState:
     """The state of a microbatch's forward, and the values that are there without a call."""
 
-    def __init__(self, context: StepContext, index: int, program: Program | None) -> None:
+    def __init__(self, context: StepContext, index: int) -> None:
         self.context = context
         self.index = index
         self.rank = context.rank
         self.device_type = context.device.type
         self.num_ranks = context.num_ranks
-        self.following = program is not None
-        self.program = program if program is not None else Program()
-        self.entries: list[Entry] = self.program.entries if self.following else []
-        self.edges: list[Edge] = self.program.edges if self.following else []
+        self.following = False
+        self.program = Program()
+        self.entries: list[Entry] = []
+        self.edges: list[Edge] = []
         self.position = 0
         self.tracker = SegmentTracker(self.num_ranks)
         self.segments: dict[int, Segment] = {0: Segment()}

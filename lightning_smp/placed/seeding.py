@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from lightning_smp.partitioning.atoms import find_atoms
+from lightning_smp.placed.compiling import UnitCompiler
 from lightning_smp.placed.random import isolated_draws, mix_seed
 
 __all__ = ["SeededUnits"]
@@ -23,14 +24,21 @@ class SeededUnits:
     Args:
         module: the LightningModule.
         device: the run's device.
+        seeds: whether to seed at all.
+        compiler: compiles each unit; None runs it as it is.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, *, seeds: bool = True,
+        compiler: UnitCompiler | None = None,
+    ) -> None:  # fmt: skip
         self.device = device
         self.seed: tuple[int, ...] | None = None
         self.calls: dict[int, int] = {}
+        self._seeds = seeds
         self._entries = [
-            _SeededForward(self, atom.index, atom.module) for atom in find_atoms(module)
+            _SeededForward(self, atom.index, atom.name, atom.module, compiler)
+            for atom in find_atoms(module)
         ]
 
     def install(self) -> None:
@@ -45,7 +53,7 @@ class SeededUnits:
 
     def begin(self, seed: tuple[int, ...]) -> None:
         """A microbatch begins."""
-        self.seed = seed
+        self.seed = seed if self._seeds else None
         self.calls = {}
 
     @contextmanager
@@ -95,23 +103,29 @@ class _Region:
 
 
 class _SeededForward:
-    def __init__(self, owner: SeededUnits, index: int, module: nn.Module) -> None:
+    def __init__(
+        self, owner: SeededUnits, index: int, name: str, module: nn.Module,
+        compiler: UnitCompiler | None,
+    ) -> None:  # fmt: skip
         self.module = module
         self._owner = owner
         self._index = index
         self._original: Callable[..., Any] = module.forward
+        self._forward: Callable[..., Any] = self._original
+        if compiler is not None:
+            self._forward = compiler.compile(name, module, self._original)
         self._draws_python: bool | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self._owner
         if owner.seed is None:
-            return self._original(*args, **kwargs)
+            return self._forward(*args, **kwargs)
         ordinal = owner.calls.get(self._index, 0)
         owner.calls[self._index] = ordinal + 1
         seed = mix_seed(*owner.seed, self._index, ordinal)
         guard = self._draws_python is not False
         with isolated_draws(seed, owner.device, guard_python=guard) as draws:
-            result = self._original(*args, **kwargs)
+            result = self._forward(*args, **kwargs)
             if self._draws_python is None:
                 self._draws_python = draws.used_python()
         return result

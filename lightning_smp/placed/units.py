@@ -17,6 +17,7 @@ from lightning_smp.placed.structure import iter_tensors, map_tensors
 from lightning_smp.placed.tensor import PlacedTensor
 
 if TYPE_CHECKING:
+    from lightning_smp.placed.compiling import UnitCompiler
     from lightning_smp.placed.runtime import Runtime
 
 __all__ = ["UnitEntry"]
@@ -33,11 +34,13 @@ class UnitEntry:
         stage: pipeline rank that holds it, or -1 for a unit without state, which runs wherever
             its input lives.
         cost: forward cost, in the partition's units.
+        compiler: compiles the forward; None runs it as it is.
     """
 
     def __init__(
-        self, runtime: Runtime, index: int, name: str, module: nn.Module, stage: int, cost: float
-    ) -> None:
+        self, runtime: Runtime, index: int, name: str, module: nn.Module, stage: int, cost: float,
+        compiler: UnitCompiler | None = None,
+    ) -> None:  # fmt: skip
         self.runtime = runtime
         self.index = index
         self.name = name
@@ -49,6 +52,9 @@ class UnitEntry:
         self._original: Callable[..., Any] = (
             module._call_impl if self._whole_call else module.forward
         )
+        self._forward: Callable[..., Any] = self._original
+        if compiler is not None:
+            self._forward = compiler.compile(name, module, self._original)
         self._inner = [(path, inner) for path, inner in module.named_modules()]
         self._parameters = list(module.parameters())
         self._observed: list[tuple[str, str, Any]] = []
@@ -126,9 +132,9 @@ class UnitEntry:
         if self._planted:
             self._uproot()
         if not observe:
-            return self._original(*args, **kwargs)
+            return self._forward(*args, **kwargs)
         before = [dict(inner.__dict__) for _, inner in self._inner]
-        result = self._original(*args, **kwargs)
+        result = self._forward(*args, **kwargs)
         self._observed = [
             (path, name, held)
             for (path, inner), old in zip(self._inner, before, strict=True)

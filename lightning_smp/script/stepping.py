@@ -82,6 +82,8 @@ class StepFunction:
         self._function = function
         self._splitter = splitter
         self._detach_outputs = detach_outputs
+        state.step_functions += 1
+        self._number = state.step_functions  # equal on all ranks, which compare their steps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a step.
@@ -151,7 +153,7 @@ class StepFunction:
             replicas.begin()
         backwards = Backwards(deployment, replicas.seed(len(calls)))
         plan = StepPlan(
-            name=f"{self._name}@{id(self):x}",
+            name=f"{self._name}@{self._number}",
             bodies=[functools.partial(self._function, *c.args, **c.kwargs) for c in calls],
             specs=[self._spec(model, call) for call in calls],
             seed=(deployment.seed, deployment.data_rank, _SCRIPT_STEP, model.count_step()),
@@ -177,7 +179,7 @@ class StepFunction:
         """What a microbatch's shapes depend on."""
         tensors = _tensors_of(call.args, call.kwargs)
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
-        return (self._name, id(self), shapes, torch.is_grad_enabled(), model.training)
+        return (self._name, self._number, shapes, torch.is_grad_enabled(), model.training)
 
 
 def _tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

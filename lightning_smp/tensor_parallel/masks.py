@@ -19,10 +19,8 @@ __all__ = ["UsedMask", "use_masks"]
 
 _NAMES: Final = ("attention_mask", "decoder_attention_mask", "encoder_attention_mask")
 _KEEPING: Final = {
-    Tensor.to,
-    Tensor.bool,
-    Tensor.type,
-    Tensor.contiguous,
+    *(Tensor.to, Tensor.type, Tensor.bool, Tensor.int, Tensor.long),
+    *(Tensor.view, Tensor.reshape, Tensor.expand, Tensor.contiguous, Tensor.clone, Tensor.detach),
     Tensor.__getitem__,
 }
 

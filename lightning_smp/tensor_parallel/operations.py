@@ -17,11 +17,20 @@ from torch import Tensor
 
 from lightning_smp.native.kernels.slices import pack
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "communicated_bytes", "reduce_scatter"]
+__all__ = [
+    "COLLECTIVES",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "communicated_bytes",
+    "reduce_scatter",
+]
 
 Sizes: TypeAlias = Sequence[int]
 
-_LIBRARY: Final = torch.library.Library("lightning_smp_tp", "DEF")
+COLLECTIVES: Final = "lightning_smp_tp"
+"""Namespace of the operators."""
+_LIBRARY: Final = torch.library.Library(COLLECTIVES, "DEF")
 _TAGS: Final = (torch.Tag.pt2_compliant_tag,)
 
 

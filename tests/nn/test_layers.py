@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import lightning_smp.nn as snn
 from lightning_smp.errors import ConfigError, UnsupportedError
-from lightning_smp.nn.functional import alibi_slopes
+from lightning_smp.nn.functional import alibi_slopes, dropout
 from lightning_smp.tensor_parallel.context import TensorParallel
 from tests.support.launch import gloo_group, run_ranks
 from tests.tensor_parallel.reduce import compare
@@ -132,10 +132,28 @@ def _zeros(cut: Callable[[Tensor], Tensor]) -> Tensor:
     return cut(torch.zeros(_B, _S, 29))
 
 
+def _check_dropout(tp: TensorParallel) -> None:
+    """Slices are dropped by streams of their own, whole values alike, again on recomputation."""
+    module = snn.DistributedLinear(8, 8, tp=tp)
+    torch.manual_seed(100 + tp.rank)  # as ranks with different samples have it
+    found = {}
+    for sliced in (True, False):
+        state = torch.get_rng_state()
+        mask = dropout(module, torch.ones(64), 0.5, sliced=sliced)
+        torch.set_rng_state(state)
+        assert torch.equal(dropout(module, torch.ones(64), 0.5, sliced=sliced), mask)
+        masks = [torch.empty_like(mask) for _ in range(tp.size)]
+        dist.all_gather(masks, mask)
+        found[sliced] = all(torch.equal(other, mask) for other in masks)
+        assert not torch.equal(dropout(module, torch.ones(64), 0.5, sliced=sliced), mask)
+    assert found == {True: False, False: True}
+
+
 def _rank(rank: int, world_size: int) -> None:
     torch.set_default_dtype(torch.float64)
     with gloo_group():
         for tp in _places():
+            _check_dropout(tp)
             _check_linear_and_embedding(tp)
             _check_halves(tp)
             _check_stacks(tp)
