@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -24,6 +24,17 @@ __all__ = ["main"]
 _TINY = Setting(schedule="1F1B", width=32, rows=4, layers=6, microbatches=8, rounds=15, repeats=4)
 _HEAVY = replace(_TINY, width=512, rows=128, layers=6, rounds=11, repeats=1)
 _LAYERS = 48
+
+_MOST_US = 150.0
+"""Microseconds of overhead a microbatch."""
+
+_LIMITS: dict[tuple[str, str], dict[str, float]] = {
+    ("tiny", "1F1B"): {"ratio": 1.0, "overhead": _MOST_US},
+    ("tiny", "2 chunks"): {"ratio": 0.5, "overhead": _MOST_US},
+    ("heavy", "1F1B"): {"1 - smp eff": 0.03, "wall ratio": 1.0},
+    ("heavy", "2 chunks"): {"1 - smp eff": 0.03, "wall ratio": 1.0},
+}
+"""What each table is for: by kind of stage and schedule, the most that a figure may be."""
 
 Rounds = list[dict[str, dict[str, float]]]
 
@@ -55,21 +66,30 @@ def _two_stage(name: str, setting: Setting, schedules: Sequence[str]) -> None:
     _write(_row(columns))
     for schedule in schedules:
         ranks = run_two_ranks(compare_steps, replace(setting, schedule=schedule))
-        _write(_row((schedule, *_two_stage_figures(ranks, setting.microbatches))))
+        figures, verdict = _two_stage_figures(ranks, replace(setting, schedule=schedule), name)
+        _write(_row((schedule, *figures)) + f"  {verdict}")
 
 
-def _two_stage_figures(ranks: list[Any], microbatches: int) -> list[str]:
+def _two_stage_figures(ranks: list[Any], setting: Setting, name: str) -> tuple[list[str], str]:
+    """The columns, and what of the targets is missed."""
     rounds = _by_round(ranks)
+    microbatches = setting.microbatches
     overhead = {k: _median(rounds, partial(_overhead, name=k)) for k in ("smp", "torch")}
     ratio = _median(rounds, lambda r: _overhead(r, "smp") / _overhead(r, "torch"))
     wall_ratio = _median(rounds, lambda r: r["smp"]["wall_us"] / r["torch"]["wall_us"])
-    filled = microbatches / (microbatches + 1)  # m / (m + p - 1)
+    chunks = setting.num_stages // 2
+    filled = microbatches / (microbatches + 1 / chunks)  # m / (m + (p - 1) / v)
 
     def efficiency(name: str) -> float:
         """The ideal step (maths through a pipeline of two ranks) over the measured one."""
         return _median(rounds, lambda r: r["maths"]["wall_us"] / filled / r[name]["wall_us"])
 
-    return [
+    limits = _LIMITS.get((name, setting.schedule), {})
+    measured = {
+        "ratio": ratio, "overhead": overhead["smp"], "wall ratio": wall_ratio,
+        "1 - smp eff": 1 - efficiency("smp"),
+    }  # fmt: skip
+    columns = [
         f"{_median(rounds, lambda r: r['maths']['cpu_us']):.0f}",
         f"{_median(rounds, lambda r: r['messages']['cpu_us']):.0f}",
         f"{overhead['smp']:.0f}", f"{overhead['torch']:.0f}", f"{ratio:.2f}",
@@ -77,6 +97,15 @@ def _two_stage_figures(ranks: list[Any], microbatches: int) -> list[str]:
         f"{_median(rounds, lambda r: r['torch']['wall_us']):.0f}",
         f"{wall_ratio:.2f}", f"{efficiency('smp'):.3f}", f"{efficiency('torch'):.3f}",
     ]  # fmt: skip
+    return columns, _verdict(measured, limits)
+
+
+def _verdict(measured: Mapping[str, float], limits: Mapping[str, float]) -> str:
+    """Which targets are missed."""
+    missed = [f"{name} > {limit:g}" for name, limit in limits.items() if measured[name] > limit]
+    if not limits:
+        return ""
+    return f"missed: {', '.join(missed)}" if missed else "targets met"
 
 
 def _placed(*, rounds: int) -> None:
@@ -87,7 +116,8 @@ def _placed(*, rounds: int) -> None:
         per_round = [{k: rank[k][i]["cpu_us"] for k in rank} for i in range(len(rank["smp"]))]
         columns = [median(r[k] for r in per_round) for k in ("smp", "maths", "outer")]
         placed = median(r["smp"] - r["maths"] - r["outer"] for r in per_round)
-        _write(_row((family, *(f"{value:.0f}" for value in (*columns, placed)))))
+        verdict = _verdict({"placed": placed}, {"placed": _MOST_US})
+        _write(_row((family, *(f"{value:.0f}" for value in (*columns, placed)))) + f"  {verdict}")
 
 
 def _by_round(ranks: list[Any]) -> Rounds:

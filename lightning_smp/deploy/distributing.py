@@ -22,6 +22,7 @@ from lightning_smp.tensor_parallel.replace import (
 
 __all__ = ["distribute_model", "rules_of_config"]
 
+
 def distribute_model(
     model: nn.Module,
     config: SMPConfig,

@@ -136,7 +136,7 @@ class DistributedAttentionLayer(DistributedModule):
         if self.attention_in_fp32 and dtype != torch.float64:
             query, key, value = query.float(), key.float(), value.float()
         context = self._context(self._heads(query), self._heads(key), self._heads(value), mask)
-        result = self.dense(context.transpose(1, 2).flatten(2).to(dtype))
+        result: Tensor = self.dense(context.transpose(1, 2).flatten(2).to(dtype))
         result = dropout(self, result, self.dropout2.p, sliced=self.layout.is_sliced)
         result = add_residual(result, hidden, in_fp32=self.fp32_residual_addition)
         if self.layernorm is not None:
@@ -145,7 +145,8 @@ class DistributedAttentionLayer(DistributedModule):
 
     def _heads(self, x: Tensor) -> Tensor:
         """From [B', S, channels] to [B', heads, S, D]."""
-        return x.unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2)
+        return heads
 
     def _context(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         is_causal = self.causal_mask_size is not None and not self.cross_attention

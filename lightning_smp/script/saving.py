@@ -12,7 +12,9 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from glob import escape, glob
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 
@@ -116,8 +118,11 @@ def read_file(path: str, *, weights_only: bool = True, **options: Any) -> Any:
     """`torch.load` with errors that say what to do.
 
     Raises:
-        CheckpointError: there is no such file, or it holds more than tensors and plain data.
+        CheckpointError: there is no such file, it holds more than tensors and plain data, or it is
+            damaged.
     """
+    if options.get("mmap") and not is_zipfile(path):
+        options["mmap"] = False  # torch maps files of its present format only
     try:
         return torch.load(path, weights_only=weights_only, **options)
     except FileNotFoundError:
@@ -125,13 +130,19 @@ def read_file(path: str, *, weights_only: bool = True, **options: Any) -> Any:
         hint = f" There are {near}: load them with partial=True." if near else ""
         raise CheckpointError(f"There is no file {path!r}.{hint}") from None
     except Exception as error:
-        if "weights_only" not in str(error).lower():
-            raise
-        raise CheckpointError(
-            f"{path!r} holds more than tensors and plain data, which loading could run as code "
-            f"({_first_line(error)}). If you trust the file, pass weights_only=False; to load it "
-            f"safely, save numbers, strings, lists, dicts and tensors only."
-        ) from error
+        if _is_refusal(path, error):
+            raise CheckpointError(
+                f"{path!r} holds more than tensors and plain data, which loading could run as code "
+                f"({_first_line(error)}). If you trust the file, pass weights_only=False; to load "
+                f"it safely, save numbers, strings, lists, dicts and tensors only."
+            ) from error
+        if _is_about_the_file(error, weights_only=weights_only):
+            raise CheckpointError(
+                f"{path!r} cannot be read ({type(error).__name__}: {_first_line(error)}): it is "
+                f"damaged, or torch.save did not write it. Load another checkpoint, or get this "
+                f"file again from where it is whole."
+            ) from error
+        raise
 
 
 @contextmanager
@@ -227,6 +238,19 @@ def _require_path(name: str, f: object) -> str:
     )
 
 
+def _is_refusal(path: str, error: Exception) -> bool:
+    """Whether a sound file holds what `weights_only` does not let through."""
+    text = str(error)
+    return "weights_only" in text.lower() and ("GLOBAL" in text or is_zipfile(path))
+
+
+def _is_about_the_file(error: Exception, *, weights_only: bool) -> bool:
+    """Otherwise it is for memory that is full, or of the user's code that the file names."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return False
+    return weights_only or isinstance(error, (UnpicklingError, EOFError, OSError, RuntimeError))
+
+
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line]
-    return (lines or [str(error)])[0][:300]
+    return (lines or str(error).splitlines() or [""])[0][:300]

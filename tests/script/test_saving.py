@@ -104,6 +104,31 @@ def alone(rank: int, world_size: int, folder: str) -> None:
                 call(*([1] * (call is smp.save)), Path(path))
 
 
+def damaged(rank: int, world_size: int, folder: str) -> None:
+    with gloo_group():
+        start()
+        path = f"{folder}/file"
+        smp.save({"w": torch.ones(100)}, path, partial=False)
+        whole = Path(path).read_bytes()
+        for content in (whole[: len(whole) // 2], b"", b"no checkpoint at all\n" * 30, b"\x80\x02"):
+            Path(path).write_bytes(content)
+            for options in ({}, {"mmap": True}, {"weights_only": False}):
+                with pytest.raises(CheckpointError, match=r"file' cannot be read .*damaged") as met:
+                    smp.load(path, partial=False, **options)
+                assert "weights_only" not in str(met.value)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            smp.load(folder, partial=False)
+        torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+        assert smp.load(path, partial=False, mmap=True)["w"].tolist() == [1.0, 1.0]
+        torch.save(Namespace(lr=1), path, _use_new_zipfile_serialization=False)
+        with pytest.raises(CheckpointError, match="pass weights_only=False"):
+            smp.load(path, partial=False, mmap=True)
+
+
+def test_damaged_files_and_those_of_the_former_format(tmp_path: Path) -> None:
+    run_ranks(damaged, 1, str(tmp_path))
+
+
 def test_contents_and_errors(tmp_path: Path) -> None:
     run_ranks(alone, 1, str(tmp_path))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["apart_0", "file"]
