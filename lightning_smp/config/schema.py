@@ -277,11 +277,11 @@ class SMPConfig:
         if problems:
             raise config_error(problems)
         for name, value in values.items():
-            if isinstance(KEYS[name].kind, Number) and value is not None:
+            if isinstance(value, Mapping):
+                object.__setattr__(self, name, dict(value))
+            elif isinstance(KEYS[name].kind, Number) and value is not None:
                 # So that 300 and 300.0 have one fingerprint.
                 object.__setattr__(self, name, float(value))
-            elif isinstance(value, Mapping):
-                object.__setattr__(self, name, dict(value))
 
     @property
     def partitions(self) -> int:

@@ -50,7 +50,7 @@ def distribute_model(
         return model
     if config.tensor_parallel_weights == "slice":
         same_weights(model, groups)
-    given = rules_of_config(config) if rules is None else rules
+    given = rules_of_config(config, model) if rules is None else rules
     result, report = distribute(
         model, state.tensor_parallel, given, weights=config.tensor_parallel_weights
     )
@@ -58,15 +58,14 @@ def distribute_model(
     return result
 
 
-def rules_of_config(config: SMPConfig) -> tuple[Rule, ...]:
-    """Returns what ``tensor_parallel_modules`` asks for.
+def rules_of_config(config: SMPConfig, model: nn.Module) -> tuple[Rule, ...]:
+    """Returns what ``tensor_parallel_modules`` asks for, for one model.
 
     Raises:
         ConfigError: an unknown style.
     """
     asked, weights = config.tensor_parallel_modules, config.tensor_parallel_weights
-    if asked is None:
-        return (registered_rule, marked_rule)
-    if isinstance(asked, str):
-        return (registered_rule, pretrained_rule(weights), marked_rule)
+    if asked is None or isinstance(asked, str):
+        pretrained = pretrained_rule(weights, root=model, only_marked=asked is None)
+        return (registered_rule, pretrained, marked_rule)
     return (pattern_rule(asked, weights),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -216,13 +217,19 @@ class Rebalancer:
         config, control = deployment.config, deployment.groups.world_control
         if not measured.order:
             return current
-        needed = max(measured.stage_bytes(current))
-        new = repartition(
-            deployment.module, current, measured,
-            memory_weight=config.memory_weight or 0.0,
-            memory_limit=None if memory is None else max(memory, needed),
-            tied_parameters=config.tied_parameters, policy=config.partition_policy,
+        split = partial(
+            repartition, deployment.module, current, measured,
+            memory_weight=config.memory_weight or 0.0, tied_parameters=config.tied_parameters,
+            policy=config.partition_policy,
         )  # fmt: skip
+        new = split(memory_limit=None)
+        if memory is not None:
+            limit = max(memory, *measured.stage_bytes(current))
+            if max(measured.stage_bytes(new)) > limit:
+                try:
+                    new = split(memory_limit=limit)
+                except PartitionError:  # the chunks of virtual stages may not fit one by one
+                    new = current
         marks = all_gather_objects(new.fingerprint(), control)
         if any(mark != marks[0] for mark in marks):
             raise PartitionError(
@@ -246,10 +253,18 @@ class Rebalancer:
             offer = migration.offer()
         except UnsupportedError as refusal:
             error = str(refusal)
-        errors = all_gather_objects(error, deployment.groups.world_control)
-        for rank, text in enumerate(errors):
+        everyone: list[Any] = all_gather_objects(
+            [error, migration.mark], deployment.groups.world_control
+        )
+        for rank, (text, mark) in enumerate(everyone):
             if text is not None:
                 raise UnsupportedError(f"rebalancing, on rank {rank}: {text}")
+            if mark != everyone[0][1]:
+                raise UnsupportedError(
+                    f"rebalancing: the modules on rank {rank} have other buffers than those on "
+                    "rank 0, as happens where a forward registers some. Register them in "
+                    "__init__, or use rebalance_after_steps=0."
+                )
         offers: list[Any] = engine.control.agree(offer)
         with torch.no_grad():
             migration.run(offers, engine.channels, deployment.device)

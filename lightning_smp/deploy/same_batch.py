@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,12 @@ from lightning_smp.wire.encode import tensor_bytes
 
 __all__ = ["SameBatch", "check_same_batch"]
 
+_ADVICE: Final = (
+    'Let one rank load and share it (batch_source="leader"); or make loading equal: keep '
+    "use_distributed_sampler=True, call seed_everything(seed, workers=True), give samplers and "
+    "augmentations a seed that does not depend on the rank."
+)
+"""What a user of the Trainer can do."""
 _CHECKED_STEPS = 10
 _CHECK_EVERY = 100
 
@@ -31,8 +37,12 @@ class SameBatch:
         self._ranks = ranks
         self._steps = 0
 
-    def check(self, batch: Any) -> None:
+    def check(self, batch: Any, advice: str = _ADVICE) -> None:
         """Compares the batch of this step. Collective over the group.
+
+        Args:
+            batch: this rank's.
+            advice: what the user can do about different ones.
 
         Raises:
             CommunicationError: batches differ; names the ranks and what to do.
@@ -42,12 +52,13 @@ class SameBatch:
         step = self._steps
         self._steps += 1
         if step < _CHECKED_STEPS or step % _CHECK_EVERY == 0:
-            check_same_batch(batch_digest(batch), self._group, self._ranks, step)
+            check_same_batch(batch_digest(batch), self._group, self._ranks, step, advice)
 
 
 def check_same_batch(
-    digest: bytes, group: dist.ProcessGroup | None, ranks: Sequence[int], step: int
-) -> None:
+    digest: bytes, group: dist.ProcessGroup | None, ranks: Sequence[int], step: int,
+    advice: str = _ADVICE,
+) -> None:  # fmt: skip
     """Raises on every rank if the ranks of one pipeline group hold different batches.
 
     Collective over `group` (one all-gather of 16 bytes a rank, on the CPU): all its ranks call.
@@ -57,6 +68,7 @@ def check_same_batch(
         group: a gloo group of the ranks that must hold the same batch.
         ranks: their global ranks, in the order of the group.
         step: number of the batch, for the message.
+        advice: what the user can do, for the message.
 
     Raises:
         CommunicationError: digests differ; names the ranks and what to do.
@@ -69,18 +81,15 @@ def check_same_batch(
     for rank, value in zip(ranks, found, strict=True):
         ranks_of.setdefault(tensor_bytes(value), []).append(rank)
     if len(ranks_of) > 1:
-        _raise_different(list(ranks_of.values()), step)
+        _raise_different(list(ranks_of.values()), step, advice)
 
 
-def _raise_different(parts: list[list[int]], step: int) -> None:
+def _raise_different(parts: list[list[int]], step: int, advice: str) -> None:
     parts.sort(key=len, reverse=True)  # stable: among equals, the one of the lowest rank
     others = "; ".join(f"a different one on {_names(part)}" for part in parts[1:])
     raise CommunicationError(
         f"Step {step}: all ranks of a pipeline group need the same batch, but there is one on "
-        f"{_names(parts[0])} and {others}. Let one rank load and share it "
-        '(batch_source="leader"); or make loading equal: keep use_distributed_sampler=True, call '
-        "seed_everything(seed, workers=True), give samplers and augmentations a seed that does "
-        "not depend on the rank."
+        f"{_names(parts[0])} and {others}. {advice}"
     )
 
 

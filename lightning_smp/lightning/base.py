@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_smp.deploy.rebalancing import Rebalanced, Rebalancer
     from lightning_smp.failure import FailureWatch
     from lightning_smp.groups import Groups
+    from lightning_smp.lightning.handoff import KnownGradient
 
 __all__ = ["StrategyState"]
 
@@ -64,6 +65,7 @@ class StrategyState:
         self._watch: FailureWatch | None = None
         self._block_sync = False
         self._weighted: bool | None = None
+        self._gradient: KnownGradient | None = None
         self._steps_evaluated = 0
 
     @property

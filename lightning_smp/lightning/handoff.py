@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["GradientStash", "hand_off"]
+__all__ = ["GradientStash", "KnownGradient", "hand_off"]
 
 
 class GradientStash:
@@ -68,3 +68,32 @@ def hand_off(loss: torch.Tensor, install: Callable[[torch.Tensor], None]) -> tor
     with torch.enable_grad():
         anchor = torch.zeros((), requires_grad=True)
         return _HandOff.apply(anchor, loss.detach(), install)  # type: ignore[no-any-return]
+
+
+class KnownGradient:
+    """What a hand-off's gradient will be, where the graph behind it says so.
+
+    Reading the gradient itself would wait for the device in every step. The loss that Lightning
+    calls backward on is the one handed off, divided by the number of accumulated batches; whatever
+    else is done to it, or to its graph, makes the gradient unknown.
+
+    Args:
+        loss: what backward is about to be called on, without a gradient of its own.
+    """
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self._loss = loss
+        self._node = loss.grad_fn
+        self._source, self._value = self._node, 1.0
+        if self._node is not None and self._node.name() == "DivBackward0":
+            divisor = self._node._saved_other  # type: ignore[attr-defined]
+            if divisor is not None and divisor.device.type == "cpu":
+                self._source = self._node.next_functions[0][0]
+                self._value = 1.0 / float(divisor.detach())
+
+    def of(self, handed_off: torch.Tensor) -> float | None:
+        """The gradient, or None if it has to be read."""
+        is_untouched = self._loss.grad_fn is self._node and not self._loss._backward_hooks
+        if not is_untouched or handed_off._backward_hooks:
+            return None
+        return self._value if self._source is handed_off.grad_fn else None

@@ -17,7 +17,7 @@ from lightning_smp.deploy.running import no_inference_mode
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.lightning.batch_broadcast import broadcast_batch
 from lightning_smp.lightning.data import prepare_dataloader
-from lightning_smp.lightning.handoff import GradientStash, hand_off
+from lightning_smp.lightning.handoff import GradientStash, KnownGradient, hand_off
 from lightning_smp.lightning.saving import Saving
 from lightning_smp.lightning.stepper import StepOutput, Stepper
 from lightning_smp.lightning.timelines import log_timeline
@@ -123,7 +123,9 @@ class Steps(Saving):
             ).share()
 
         def install(gradient: torch.Tensor) -> None:
-            stash.install(output.scale * share * float(gradient) / expected)
+            known = None if self._gradient is None else self._gradient.of(loss)
+            given = float(gradient) if known is None else known
+            stash.install(output.scale * share * given / expected)
             if not self._block_sync and not reduced:
                 self._reduce_gradients()
 
@@ -131,6 +133,23 @@ class Steps(Saving):
         if isinstance(output.result, Mapping):
             return {**output.result, "loss": loss}
         return loss
+
+    def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's backward of the loss that `training_step` returned."""
+        plugin, module = self.precision_plugin, self.lightning_module
+        is_plain = (
+            module.automatic_optimization
+            and getattr(plugin, "scaler", None) is None
+            and type(plugin).__module__.startswith(self._pl.__name__)
+            and type(module).backward is self._pl.LightningModule.backward
+            and isinstance(closure_loss, torch.Tensor)
+            and not (args or kwargs)
+        )
+        self._gradient = KnownGradient(closure_loss) if is_plain else None
+        try:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._gradient = None
 
     def _manual_step(self, args: tuple[Any, ...], seed: tuple[int, ...]) -> Any:
         if self.config.microbatches > 1:

@@ -151,7 +151,8 @@ def _one_tensor(value: Value) -> torch.Tensor:
     """This rank's tensor, made whole if it stands for parts on several ranks."""
     tensor = value.local
     assert tensor is not None
-    if hasattr(type(tensor), "smp_whole"):
-        value.local = tensor = tensor.smp_whole()
+    whole = getattr(type(tensor), "smp_whole", None)
+    if whole is not None:
+        value.local = tensor = whole(tensor)
     assert tensor is not None
     return tensor

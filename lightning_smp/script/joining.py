@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Joining"]
 
+_UNPLACED: Final = -1
+"""Through without a step: the first one places the model, which takes all ranks."""
 _THROUGH: Final = 0
-_BUFFERS: Final = 1
-_REDUCTION: Final = 2
+_STEP: Final = 1
+_BUFFERS: Final = 2
+_REDUCTION: Final = 3
 
 
 class Joining:
@@ -43,6 +46,14 @@ class Joining:
         """By how many replicas gradients are divided."""
         return self._groups.dp_size if self._initial else len(self._active_replicas())
 
+    def announce_step(self) -> None:
+        """A training step begins. Collective over the world.
+
+        Before any other collective of the step, so that nobody waits in one for a rank that is
+        through already.
+        """
+        self._exchange(_STEP)
+
     def announce_buffers(self) -> None:
         """Buffers will be shared. Collective over the world."""
         self._exchange(_BUFFERS)
@@ -59,13 +70,15 @@ class Joining:
     def shadow(self) -> None:
         """This rank is through: takes part until all are, then gets the weights of the last."""
         replicas = self._replicas
-        while (coming := self._exchange(_THROUGH)) != _THROUGH:
+        mine = _THROUGH if replicas.deployment.sharing is not None else _UNPLACED
+        while (coming := self._exchange(mine)) > _THROUGH:
             if coming == _BUFFERS:
                 replicas.share_buffers(self.active)
-            else:
+            elif coming == _REDUCTION:
                 self._reduce_nothing()
         replicas.joining = None
-        replicas.share_weights(self.active)
+        if mine == _THROUGH:
+            replicas.share_weights(self.active)
 
     def _reduce_nothing(self) -> None:
         parameters = self._replicas.deployment.local_parameters()
@@ -86,7 +99,7 @@ class Joining:
         row[self._groups.rank] = mine
         dist.all_reduce(row, group=self._groups.world_control)
         said: list[int] = row.tolist()
-        active = [rank for rank, what in enumerate(said) if what != _THROUGH]
+        active = [rank for rank, what in enumerate(said) if what > _THROUGH]
         self._check(said)
         if active:
             self._active = active
@@ -101,7 +114,7 @@ class Joining:
         for members in self._groups.topology.groups("mp"):
             if len({said[rank] for rank in members}) > 1:
                 batches = ", ".join(
-                    f"rank {rank} {'is through' if said[rank] == _THROUGH else 'has a batch'}"
+                    f"rank {rank} {'has a batch' if said[rank] > _THROUGH else 'is through'}"
                     for rank in members
                 )
                 raise CommunicationError(
@@ -109,6 +122,12 @@ class Joining:
                     f"{batches}. All ranks of a pipeline and of a tensor-parallel group need "
                     "equally many; only replicas may differ."
                 )
+        if _UNPLACED in said and max(said) > _THROUGH:
+            raise CommunicationError(
+                f"join(): ranks {[rank for rank, what in enumerate(said) if what == _UNPLACED]} "
+                "have no batch at all, and the model's first step, which all ranks take part in, "
+                "is still to come. Give each replica one batch at least."
+            )
         if len(set(said) - {_THROUGH}) > 1:
             raise CommunicationError(
                 f"join(): the replicas are at different points of a step: by rank, {said}. All "

@@ -19,6 +19,7 @@ from lightning_smp.placed.structure import map_tensors
 from lightning_smp.process_state import state
 from lightning_smp.script.half import to_float, to_half
 from lightning_smp.script.model_parts import LocalParts
+from lightning_smp.script.rebalancing import Rebalancing
 from lightning_smp.script.replicas import Replicas
 from lightning_smp.script.tensor_parts import TensorParts, replace_modules
 from lightning_smp.weights.clip import global_clip
@@ -29,7 +30,7 @@ __all__ = ["DistributedModel"]
 _log = logging.getLogger(__name__)
 
 
-class DistributedModel(LocalParts, TensorParts, nn.Module):  # type: ignore[misc]
+class DistributedModel(LocalParts, TensorParts, Rebalancing, nn.Module):  # type: ignore[misc]
     """The user's model over the ranks of the job; one per process.
 
     With one stage the model is placed at once: it moves to this rank's device, and every replica
@@ -107,6 +108,8 @@ class DistributedModel(LocalParts, TensorParts, nn.Module):  # type: ignore[misc
         self._norms = ExitStack()
         weakref.finalize(self, self._norms.close)
         self._waiting_loads: list[Callable[[], None]] = []
+        if config.rebalance_after_steps:
+            self.rebalance(config.rebalance_after_steps)
         state.model = self
         if self.deployment.groups.pp_size == 1:
             self.deployment.to(state.device)
@@ -173,6 +176,7 @@ class DistributedModel(LocalParts, TensorParts, nn.Module):  # type: ignore[misc
 
     def _get_ready(self) -> None:
         """With one stage, what the first step would do, before the first plain forward."""
+        self.replicas.announce()
         if self.deployment.sharing is None:
             self.deployment.seed_replica()
             self.deployment.ensure_ready(_no_call, None)
@@ -190,11 +194,15 @@ class DistributedModel(LocalParts, TensorParts, nn.Module):  # type: ignore[misc
             load()
         self._waiting_loads.clear()
         self.replicas.watch()
+        self._watch_norms()
+        for hook in list(self._partition_hooks.values()):
+            hook(self, state.optimizer)
+
+    def _watch_norms(self) -> None:
+        """Lets torch's norms be those over all stages."""
         self._norms.close()
         if (group := self.deployment.norm_group) is not None:
             self._norms.enter_context(global_clip(self.deployment.ownership, group))
-        for hook in list(self._partition_hooks.values()):
-            hook(self, state.optimizer)
 
     def count_step(self) -> int:
         """The number of this step, from 0."""

@@ -57,10 +57,20 @@ class Replicas:
 
     # ---- steps --------------------------------------------------------------------------------
 
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients wait for further steps before they are reduced."""
+        return self._passes_done > 0
+
     def seed(self, microbatches: int) -> float:
         """The gradient of a microbatch's loss."""
         factor = 1.0 / microbatches if self.averages and self.comm_hook is None else 1.0
         return factor if state.optimizer is None else factor * state.optimizer.loss_scale
+
+    def announce(self) -> None:
+        """In `join`, before all else of a training step. Collective over the world."""
+        if self.joining is not None and torch.is_grad_enabled():
+            self.joining.announce_step()
 
     def begin(self) -> None:
         """A training step begins. Collective over the world."""

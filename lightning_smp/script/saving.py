@@ -138,9 +138,8 @@ def read_file(path: str, *, weights_only: bool = True, **options: Any) -> Any:
             ) from error
         if _is_about_the_file(error, weights_only=weights_only):
             raise CheckpointError(
-                f"{path!r} cannot be read ({type(error).__name__}: {_first_line(error)}): it is "
-                f"damaged, or torch.save did not write it. Load another checkpoint, or get this "
-                f"file again from where it is whole."
+                f"{path!r} cannot be read ({_short(error)}): it is damaged, or torch.save did not "
+                f"write it. Load another checkpoint, or get this file again from where it is whole."
             ) from error
         raise
 
@@ -249,6 +248,12 @@ def _is_about_the_file(error: Exception, *, weights_only: bool) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return False
     return weights_only or isinstance(error, (UnpicklingError, EOFError, OSError, RuntimeError))
+
+
+def _short(error: Exception) -> str:
+    """What torch says, unless it advises to run a damaged file's code."""
+    name, line = type(error).__name__, _first_line(error).partition(". ")[0]
+    return name if "weights_only" in line or not line else f"{name}: {line}"
 
 
 def _first_line(error: Exception) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from lightning_smp.batch_tree import children_of, rebuild
 from lightning_smp.errors import UnsupportedError
 
 __all__ = ["StepOutput", "change_tensors", "join_results"]
+
+
+_SETS: Final = (set, frozenset)
 
 
 class StepOutput:
@@ -62,10 +65,13 @@ def join_results(results: Sequence[Any]) -> Any:
 
     Tensors become a `StepOutput`. Dicts and their subclasses, lists, tuples, named tuples and
     dataclasses keep their type. What is None in every microbatch stays None, anything else becomes
-    a list with one entry per microbatch; so does a container whose members differ.
+    a list with one entry per microbatch; so does a container whose members differ, and a set.
 
     Args:
         results: one return value per microbatch, at least one.
+
+    Raises:
+        UnsupportedError: there is a set with tensors in it.
     """
     first = results[0]
     if all(isinstance(result, Tensor) for result in results):
@@ -73,6 +79,10 @@ def join_results(results: Sequence[Any]) -> Any:
     if all(result is None for result in results):
         return None
     if any(type(result) is not type(first) for result in results):
+        return list(results)
+    if isinstance(first, _SETS):
+        for result in results:
+            _check_set(result)
         return list(results)
     children = [children_of(result) for result in results]
     known = [part for part in children if part]
@@ -86,9 +96,16 @@ def join_results(results: Sequence[Any]) -> Any:
 
 
 def change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with every tensor replaced, in a fixed order."""
+    """The same structure with every tensor replaced, in a fixed order.
+
+    Raises:
+        UnsupportedError: there is a set with tensors in it.
+    """
     if isinstance(value, Tensor):
         return change(value)
+    if isinstance(value, _SETS):
+        _check_set(value)
+        return value
     children = children_of(value)
     if not children:
         return value
@@ -96,3 +113,18 @@ def change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if all(item is child.value for item, child in zip(items, children, strict=True)):
         return value
     return rebuild(value, children, items)
+
+
+def _check_set(value: Any) -> None:
+    """Tensors in a set come in another order in each microbatch and on each rank."""
+    if _holds_tensor(value):
+        raise UnsupportedError(
+            f"A step returned a {type(value).__name__} with tensors in it: it has no order, so "
+            "they cannot be matched over microbatches and ranks. Return a list, tuple or dict."
+        )
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    return any(_holds_tensor(child.value) for child in children_of(value) or ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -99,7 +99,8 @@ class StepFunction:
         calls = self._splitter.split(args, kwargs, cfg.microbatches)
         with no_inference_mode(), _step_running():
             deployment = model.deployment
-            deployment.same_batch.check(list(_tensors_of(args, kwargs)))
+            model.replicas.announce()
+            deployment.same_batch.check(list(_tensors_of(args, kwargs)), _batch_advice())
             self._get_ready(model, calls[0])
             results = self._run(model, calls)
         model.after_first_step()
@@ -150,6 +151,7 @@ class StepFunction:
         deployment, replicas = model.deployment, model.replicas
         trains = torch.is_grad_enabled()
         if trains:
+            model.rebalance_if_due()
             replicas.begin()
         backwards = Backwards(deployment, replicas.seed(len(calls)))
         plan = StepPlan(
@@ -163,7 +165,8 @@ class StepFunction:
         )  # fmt: skip
         model.backwards.append(backwards.note)
         try:
-            results = deployment.run(plan)
+            with model.unit_times() if trains else nullcontext():
+                results = deployment.run(plan)
             if self._detach_outputs:
                 results = _realized(results, deployment.fetch)
             if trains:
@@ -180,6 +183,15 @@ class StepFunction:
         tensors = _tensors_of(call.args, call.kwargs)
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
         return (self._name, self._number, shapes, torch.is_grad_enabled(), model.training)
+
+
+def _batch_advice() -> str:
+    share = "rdp" if state.cfg is not None and state.cfg.prescaled_batch else "dp"
+    return (
+        f"Let the data depend on smp.{share}_rank() and smp.{share}_size(), never on smp.rank(): "
+        f"DistributedSampler(dataset, num_replicas=smp.{share}_size(), rank=smp.{share}_rank()), "
+        f"and seeds of shuffling and augmentation made from smp.{share}_rank()."
+    )
 
 
 def _tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

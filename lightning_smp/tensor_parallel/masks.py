@@ -35,8 +35,8 @@ class UsedMask(Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-            asks = isinstance(args[0], UsedMask) and args[0].dtype == torch.bool
-            if asks and len(args) == 1 and not kwargs:
+            asks = len(args) == 1 and isinstance(args[0], UsedMask) and not kwargs
+            if asks and args[0].dtype == torch.bool:
                 if func is Tensor.all:
                     return torch.zeros_like(result)
                 if func is Tensor.sum:  # compared with the number of elements

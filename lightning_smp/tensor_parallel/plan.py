@@ -11,7 +11,7 @@ users write do so only by the style ``block``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -154,6 +154,8 @@ def make_plan(
     *,
     heads: Sequence[int] = (),
     partners: Sequence[tuple[str, str]] = (),
+    root: nn.Module | None = None,
+    may_split: Callable[[nn.Module], bool] | None = None,
 ) -> Plan:
     """Returns what rules mean for a model.
 
@@ -165,8 +167,13 @@ def make_plan(
             them, blocks of attention stay whole.
         partners: (end of a block's name, what stands there in the name of its row-wise layer), for
             blocks that have none inside.
+        root: what the model is a part of; its modules may share weights with the model's.
+        may_split: says which modules may be split; by default all.
     """
-    return _Planner(model, rules, tp_size, heads, partners).run()
+    planner = _Planner(model, rules, tp_size, heads, partners)
+    planner.holders = _holders(model if root is None else root)
+    planner.may_split = may_split
+    return planner.run()
 
 
 class _Planner:
@@ -186,12 +193,17 @@ class _Planner:
         self.heads = heads
         self.partners = partners
         self.plan = Plan(modules=dict(model.named_modules()))
-        self.holders = _holders(model)
+        self.holders: dict[int, set[tuple[int, str]]] = {}
+        self.may_split: Callable[[nn.Module], bool] | None = None
 
     def run(self) -> Plan:
         for name, module in self.model.named_modules():
             rule = next((r for r in self.rules if name and r.matches(name)), None)
-            if rule is not None:
+            if rule is None:
+                continue
+            if self.may_split is not None and not self.may_split(module):
+                self.plan.whole[name] = "it is not marked, or marked as not to be split"
+            else:
                 self._decide(name, module, rule)
         self._form_blocks()
         while self._drop_shared():

@@ -9,6 +9,7 @@ than its old part and what it gets, less what it has given.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -75,6 +76,11 @@ class Migration:
         self._items = [*self._of_parameters(), *self._of_buffers(), *_of_units(units)]
         self._out: dict[int, list[Tensor]] = {}
         self.moved_bytes = 0
+
+    @property
+    def mark(self) -> str:
+        """What moves where, in short; equal on all ranks that may move it together."""
+        return hashlib.sha256(repr(self._items).encode()).hexdigest()
 
     # ---- what moves -----------------------------------------------------------------------------
 

@@ -85,6 +85,35 @@ def join_mismatch() -> None:
     with pytest.raises(smp.CommunicationError, match="different numbers of batches"):
         ends_early()
     model.replicas.joining = None
+    x, y = batches(1)[0]
+
+    def run() -> None:
+        with model.join():
+            for _ in range(1 + smp.mp_rank()):
+                train(x, y)
+
+    with pytest.raises(smp.CommunicationError, match="different numbers of batches"):
+        run()
+    train(x, y)
+
+
+def join_without_a_first_step() -> None:
+    """A replica without any batch cannot place the model: an error on every rank."""
+    model, _, _ = fresh()
+
+    @smp.step
+    def train(x: Tensor, y: Tensor) -> None:
+        model.backward(model(x, labels=y)["loss"])
+
+    def run() -> None:
+        with model.join():
+            for x, y in batches(smp.rdp_rank()):
+                train(x, y)
+
+    with pytest.raises(smp.CommunicationError, match="no batch at all"):
+        run()
+    with model.join():  # nobody has one
+        pass
 
 
 def _entered(model: Any) -> Any:

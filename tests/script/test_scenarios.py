@@ -35,7 +35,10 @@ def _names(*lists: list[Callable[[], None]]) -> list[str]:
 
 _ALL = scenarios.ANY_LAYOUT
 _PLAIN = scenarios_replicas.ONE_STAGE_REPLICAS
-_FOUR = [scenarios_replicas.join_mismatch, scenarios_ranks.ranks_and_messages]
+_FOUR = [
+    scenarios_replicas.join_mismatch, scenarios_replicas.join_without_a_first_step,
+    scenarios_ranks.ranks_and_messages,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import lightning_smp as smp
 from lightning_smp.script.splitting import Splitter
-from lightning_smp.script.step_output import StepOutput, join_results
+from lightning_smp.script.step_output import StepOutput, change_tensors, join_results
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -127,6 +127,15 @@ def test_results_keep_their_structure() -> None:
     ragged = join_results([[torch.ones(1)], []])
     assert type(ragged) is list
     assert ragged[1] == []
+
+
+def test_sets_are_returned_whole_and_without_tensors() -> None:
+    assert join_results([{"kinds": {1, 2}}, {"kinds": {3}}]) == {"kinds": [{1, 2}, {3}]}
+    assert change_tensors([frozenset("ab")], torch.neg) == [frozenset("ab")]
+    for returned in ({torch.ones(1)}, frozenset([("a", torch.ones(1))])):
+        for call in (lambda r: join_results([r, r]), lambda r: change_tensors([r], torch.neg)):
+            with pytest.raises(smp.UnsupportedError, match=r"no order.*Return a list"):
+                call(returned)
 
 
 def test_step_output() -> None:

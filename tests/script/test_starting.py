@@ -159,3 +159,5 @@ def test_different_batches_in_one_replica_are_an_error_everywhere() -> None:
     for outcome in report.outcomes:
         assert outcome.error is not None
         assert "there is one on rank 0 and a different one on rank 1" in outcome.error
+        assert "smp.dp_rank()" in outcome.error
+        assert "use_distributed_sampler" not in outcome.error  # an option of the Trainer

@@ -66,6 +66,12 @@ def _llama() -> nn.Module:
     return t.LlamaForCausalLM(t.LlamaConfig(**_COMMON, vocab_size=VOCABULARY))
 
 
+def _checkpointed() -> nn.Module:
+    model: Any = _llama()
+    model.gradient_checkpointing_enable()
+    return model  # type: ignore[no-any-return]
+
+
 def _t5() -> nn.Module:
     import transformers as t
 
@@ -138,6 +144,7 @@ CASES = {
     "gpt2": Case(_gpt2, _TO_FLOAT32),
     "bert": Case(_bert),
     "llama": Case(_llama, _TO_FLOAT32),
+    "checkpointed": Case(_checkpointed, _TO_FLOAT32),
     "t5": Case(_t5),
     "vit": Case(_vit, keywords=("pixel_values", "labels")),
     "qwen3_moe": Case(_qwen3_moe, _TO_FLOAT32),

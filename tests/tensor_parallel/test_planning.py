@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import lightning_smp as smp
 from lightning_smp.errors import ConfigError, UnsupportedError
 from lightning_smp.tensor_parallel.context import TensorParallel
 from lightning_smp.tensor_parallel.huggingface import rules_of
@@ -141,6 +142,33 @@ def test_split_weights_are_parts_of_the_originals_or_fresh() -> None:
         assert torch.equal(weight, expected) == (weights == "slice")
         assert model.lm_head.weight is model.transformer.wte.weight
         assert model.transformer.h[0].attn.num_heads == 2
+
+
+def test_marks_say_which_parts_of_a_pretrained_model_are_split() -> None:
+    tp = TensorParallel(size=2)
+    model: Any = CASES["gpt2"].make()
+    assert pretrained_rule(only_marked=True)("", model, tp) is None
+    smp.set_tensor_parallelism(model.transformer.h[0])
+    _, report = distribute(model, tp, (pretrained_rule(only_marked=True),))
+    names = [name for name, _, _ in report.distributed]
+    assert len(names) == 4
+    assert all(name.startswith("transformer.h.0.") for name in names)
+    model = CASES["gpt2"].make()
+    smp.set_tensor_parallelism(model.transformer.h[1].attn, False)
+    _, report = distribute(model, tp, (pretrained_rule(),))
+    assert len(report.distributed) == 8
+    assert ("transformer.h.1.attn.c_proj", "Conv1D") in [kept[:2] for kept in report.kept]
+
+
+def test_weights_shared_with_the_model_around_stay_whole() -> None:
+    root: Any = nn.Module()
+    root.net = CASES["gpt2"].make()
+    root.own_head = nn.Linear(16, 33, bias=False)
+    root.own_head.weight = root.net.lm_head.weight
+    tp = TensorParallel(size=2)
+    _, report = distribute(root, tp, (pretrained_rule(root=root),))
+    assert {name for name, _, _ in report.kept} == {"net.transformer.wte", "net.lm_head"}
+    assert root.own_head.weight.shape == (33, 16)
 
 
 def test_every_style_of_installed_plans_is_supported_or_refused() -> None:
