@@ -86,19 +86,24 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes at the fullest moment of one rank."""
+    """Bytes of one rank, each part at its own fullest moment.
+
+    With a single microbatch gradients are made while activations go, so that the two are never
+    there together; ``reused`` is what of them takes the same memory.
+    """
 
     parameters: float
     gradients: float
     optimizer: float
     activations: float
     buffers: float
+    reused: float = 0.0
 
     @property
     def total(self) -> float:
-        """Sum of all parts."""
+        """Bytes at the fullest moment."""
         state = self.parameters + self.gradients + self.optimizer
-        return state + self.activations + self.buffers
+        return state + self.activations + self.buffers - self.reused
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +283,7 @@ class Estimator:
             + 2.0 * held.largest_output * layout.microbatch_size
             + self._messages(layout, graph, stage)
             + 2 * min(self.setup.bucket_bytes, trained) * (layout.dp > 1),
+            reused=min(trained, activations) if layout.microbatches == 1 else 0.0,
         )
 
     def _held(self, partition: Partition) -> tuple[_Held, ...]:

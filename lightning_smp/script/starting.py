@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_smp.config import SMPConfig
+from lightning_smp.config import KEYS, SMPConfig
 from lightning_smp.config.sources import resolve_config
 from lightning_smp.deploy.agreement import compare_configurations
 from lightning_smp.errors import ConfigError
@@ -23,6 +24,14 @@ from lightning_smp.process_state import state
 from lightning_smp.script.launch import Place, find_place, rendezvous
 
 __all__ = ["init", "is_tracing", "num_microbatches"]
+
+_logger = logging.getLogger(__name__)
+
+_TRAINER_KEYS = {
+    "batch_source": "a script loads its own batches on every rank",
+    "drop_last": "a script makes its own loaders",
+    "timeline_every_n_steps": "a script has no loggers that a timeline could go to",
+}
 
 
 def init(config: SMPConfig | Mapping[str, object] | None = None) -> None:
@@ -50,6 +59,7 @@ def init(config: SMPConfig | Mapping[str, object] | None = None) -> None:
                 "once, or without arguments."
             )
         return
+    _check_for_scripts(resolved)
     place = find_place()
     device = _device(place)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -79,6 +89,26 @@ def num_microbatches() -> int:
     if cfg is None:
         raise ConfigError("smp.num_microbatches() needs smp.init() first.")
     return cfg.microbatches
+
+
+def _check_for_scripts(config: SMPConfig) -> None:
+    """Refuses what only the Lightning strategy can do.
+
+    Raises:
+        ConfigError: such a key is set.
+    """
+    for name, reason in _TRAINER_KEYS.items():
+        value = getattr(config, name)
+        if value != KEYS[name].default:
+            raise ConfigError(
+                f"smp.init(): {name} = {value!r}: {reason}. It is for the Lightning strategy; "
+                "remove it."
+            )
+    if config.delayed_parameter_initialization:
+        _logger.warning(
+            "delayed_parameter_initialization: in a script it has no effect by itself. Build the "
+            "model under `with smp.delay_param_initialization():`."
+        )
 
 
 def _device(place: Place) -> torch.device:

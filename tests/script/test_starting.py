@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import lightning_smp as smp
 from lightning_smp.config.sources import resolve_config
 from lightning_smp.errors import ConfigError
 from lightning_smp.script.launch import Place, find_place, rendezvous
@@ -49,6 +50,20 @@ def test_rendezvous_needs_no_fixed_port(tmp_path: Path, monkeypatch: pytest.Monk
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match="somebody else"):
         rendezvous(Place(1, 2, 1, 2), environ={"PMIX_NAMESPACE": "job@1"})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"batch_source": "leader", "partitions": 2},
+        {"drop_last": False},
+        {"timeline_every_n_steps": 5, "partitions": 2},
+    ],
+)
+def test_what_only_a_trainer_can_do_is_refused(config: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="for the Lightning strategy"):
+        smp.init(config)
+    assert not smp.is_initialized()
 
 
 def test_the_launcher_wins_over_the_script() -> None:
