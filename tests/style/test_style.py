@@ -120,7 +120,8 @@ def _forbidden(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
             bad = {alias.name.partition(".")[0] for alias in node.names} & _FORBIDDEN_MODULES
             yield from ((node, f"import {name}") for name in sorted(bad))
         elif isinstance(node, ast.ImportFrom):
-            if (node.module or "").partition(".")[0] in _FORBIDDEN_MODULES:
+            names = {alias.name for alias in node.names} - {"UnpicklingError"}  # to catch it
+            if names and (node.module or "").partition(".")[0] in _FORBIDDEN_MODULES:
                 yield node, f"from {node.module} import"
         elif isinstance(node, ast.Attribute) and node.attr in _FORBIDDEN_ATTRIBUTES:
             yield node, node.attr
