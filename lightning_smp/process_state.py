@@ -107,6 +107,25 @@ class State:
         self._model = weakref.ref(model)
 
     @property
+    def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
+        """By tp_rank, the name of each parameter by its place in the model; alike on all ranks.
+
+        Raises:
+            SMPError: the run has not started, or there is no distributed model.
+        """
+        if self.model is None:
+            raise SMPError(
+                "the parameters' names were asked for before smp.DistributedModel was made."
+            )
+        names = [name for name, _ in self.model.named_parameters()]
+        return [dict(enumerate(names)) for _ in range(self.groups.tp_size)]
+
+    @property
+    def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
+        """By tp_rank, the place of each parameter by its name; see the other property."""
+        return [{name: k for k, name in held.items()} for held in self.param_index_to_name_tp_group]
+
+    @property
     def optimizer(self) -> DistributedOptimizer | None:
         """The script's distributed optimizer, while it exists."""
         return None if self._optimizer is None else self._optimizer()

@@ -3,6 +3,7 @@
 from lightning_smp.nn import huggingface
 from lightning_smp.nn.attention import DistributedAttentionLayer
 from lightning_smp.nn.embedding import DistributedEmbedding
+from lightning_smp.nn.flash_attention import FlashAttentionLayer
 from lightning_smp.nn.layer_norm import DistributedLayerNorm, FusedLayerNorm
 from lightning_smp.nn.linear import DistributedLinear
 from lightning_smp.nn.lm_head import DistributedTransformerLMHead
@@ -20,6 +21,7 @@ __all__ = [
     "DistributedTransformerLMHead",
     "DistributedTransformerLayer",
     "DistributedTransformerOutputLayer",
+    "FlashAttentionLayer",
     "FusedLayerNorm",
     "huggingface",
 ]

@@ -100,6 +100,8 @@ def _check_locals(model: Any) -> None:
     assert list(model.local_buffers()) == []
     assert list(model.distributed_modules()) == []
     assert [n for n, _ in model.default_reducer_named_parameters()] == list(named)
+    assert smp.state.param_index_to_name_tp_group == [dict(enumerate(named))]
+    assert smp.state.param_name_to_index_tp_group == [{name: k for k, name in enumerate(named)}]
 
 
 def several_backwards() -> None:
