@@ -2,7 +2,7 @@
 
     path/
       {tag}_partial/          a partial checkpoint
-        layout.pt             degrees of the run that wrote it
+        layout.pt             degrees of the run that wrote it, and what it holds
         model_{rankinfo}.pt   the part of each stage (rankinfo: pp_rank, or pp_rank_tp_rank)
         optimizer_{rankinfo}.pt
         user_content.pt

@@ -158,8 +158,11 @@ def _save_partial(
                     part = holder.local_state_dict()
                     _write(target / f"{name}{file_suffix(groups)}.pt", part)
         if leads:
-            degrees = {"pp_size": groups.pp_size, "tp_size": groups.tp_size}
-            _write(target / "layout.pt", {**degrees, "rdp_size": groups.rdp_size})
+            layout = {
+                "pp_size": groups.pp_size, "tp_size": groups.tp_size, "rdp_size": groups.rdp_size,
+                "parts": [name for name, holder in parts.items() if holder is not None],
+            }  # fmt: skip
+            _write(target / "layout.pt", layout)
             if user_content is not None:
                 _write_user_content(target / "user_content.pt", user_content)
 
@@ -242,6 +245,8 @@ def _name_tied(module: nn.Module, states: dict[str, Any]) -> None:
 def _read_parts(checkpoint: Path, name: str, weights_only: bool) -> Any:
     """The parts of all stages as one; the tensors stay in the files until they are read."""
     layout = _read(checkpoint / "layout.pt", weights_only=True)
+    if name not in layout["parts"]:
+        return None
     groups = state.groups
     if layout["tp_size"] != groups.tp_size:
         raise CheckpointError(
@@ -251,8 +256,6 @@ def _read_parts(checkpoint: Path, name: str, weights_only: bool) -> Any:
         )
     ending = "" if layout["tp_size"] == 1 else f"_{groups.tp_rank}"
     files = [checkpoint / f"{name}_{stage}{ending}.pt" for stage in range(layout["pp_size"])]
-    if not any(file.exists() for file in files):
-        return None
     return merge([_read(file, weights_only) for file in files])
 
 

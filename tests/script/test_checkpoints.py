@@ -182,6 +182,11 @@ def refusals(rank: int, world_size: int, folder: str) -> None:
     with pytest.raises(CheckpointError, match="rank 1: "):
         smp.save_checkpoint(folder, "good", model=broken)
     assert smp.resume_from_checkpoint(folder, tag="good", weights_only=False).lr == 1
+    smp.barrier()
+    (Path(folder) / "good_partial" / f"model_{rank}.pt").unlink()
+    smp.barrier()
+    with pytest.raises(CheckpointError, match="model_0"):  # all are gone: not "none was saved"
+        smp.resume_from_checkpoint(folder, tag="good", weights_only=False)
 
 
 def test_refusals_and_failures(tmp_path: Path) -> None:
