@@ -108,7 +108,7 @@ class Steps(Saving):
     ) -> Any:
         """The step's result with a loss whose backward installs the step's gradients."""
         assert output.loss is not None
-        share = 1.0
+        factor = output.scale
         if output.weighted and reduced:
             raise UnsupportedError(
                 "training_step returned `loss_weight` in this step but not in the first one. "
@@ -118,14 +118,17 @@ class Steps(Saving):
         sharing = self.deployment.sharing
         assert sharing is not None
         if sharing.dp_group is not None and not reduced:
-            share = WeightAgreement(
+            agreement = WeightAgreement(
                 output.weight, sharing.dp_group, len(sharing.dp_ranks), self.root_device
-            ).share()
+            )
+            # Weighted gradients are sums until now; this rank's may hold those of others in its
+            # tensor group, also where its own weight is 0.
+            factor = 1.0 / agreement.total() if output.weighted else agreement.share()
 
         def install(gradient: torch.Tensor) -> None:
             known = None if self._gradient is None else self._gradient.of(loss)
             given = float(gradient) if known is None else known
-            stash.install(output.scale * share * given / expected)
+            stash.install(factor * given / expected)
             if not self._block_sync and not reduced:
                 self._reduce_gradients()
 

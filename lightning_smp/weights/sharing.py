@@ -119,7 +119,7 @@ class WeightAgreement:
     ) -> None:
         """Starts the exchange of `weight` among the `size` ranks of `group`, on `device`."""
         self._weight = weight
-        self._share: float | None = None
+        self._total: float | None = None
         # A stream of its own: reading the result must not wait for the backward's kernels.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with torch.cuda.stream(self._stream):
@@ -135,7 +135,15 @@ class WeightAgreement:
         Raises:
             UnsupportedError: on all ranks, if a weight is negative or not finite, or all are 0.
         """
-        if self._share is None:
+        return self._weight / self.total()
+
+    def total(self) -> float:
+        """Return the sum of all weights.
+
+        Raises:
+            UnsupportedError: as `share`.
+        """
+        if self._total is None:
             with torch.cuda.stream(self._stream):
                 self._work.wait()
                 weights = self._row.tolist()
@@ -146,5 +154,5 @@ class WeightAgreement:
                     f"0, and one must be positive. They are the numbers of samples, or what the "
                     f"step returned as loss_weight."
                 )
-            self._share = self._weight / total
-        return self._share
+            self._total = total
+        return self._total
