@@ -11,7 +11,6 @@ is. On a GPU nothing is synchronised: events are read when they are asked for.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
@@ -21,6 +20,7 @@ import torch
 
 from lightning_smp.placed.structure import iter_tensors
 from lightning_smp.placed.units import UnitEntry
+from lightning_smp.timeline.moments import Moments
 
 __all__ = ["Measured", "UnitMeter"]
 
@@ -77,17 +77,18 @@ class UnitMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._moments = Moments(device)
         self._steps: list[_Step] = []
         self._step = _Step(None)
         self._begun: Any = None
 
     def begin_step(self) -> None:
         """A step begins."""
-        self._step = _Step(self._now())
+        self._step = _Step(self._moments.now())
 
     def end_step(self, *, counts: bool) -> None:
         """The step is over; ``counts`` if it is one to learn from."""
-        self._step.end = self._now()
+        self._step.end = self._moments.now()
         if counts:
             self._steps.append(self._step)
 
@@ -104,11 +105,11 @@ class UnitMeter:
             step.last[run.index] = call = len(step.calls)
             step.calls.append(_Call(target.index, run.index, run.tracker.current[run.rank]))
             self._watch(tensors, call, begins=False)
-        self._begun = self._now()
+        self._begun = self._moments.now()
 
     def leave(self, run: Any, target: Any, result: Any) -> None:
         """The call that began last is over."""
-        end, step = self._now(), self._step
+        end, step = self._moments.now(), self._step
         call = step.last.get(run.index)
         if call is not None:
             step.calls[call].stretches.append((self._begun, end))
@@ -117,11 +118,11 @@ class UnitMeter:
 
     def begin_backward(self) -> None:
         """The backward of a segment begins."""
-        self._step.backwards.append(_Backward(self._now()))
+        self._step.backwards.append(_Backward(self._moments.now()))
 
     def end_backward(self) -> None:
         """It is over."""
-        self._step.backwards[-1].end = self._now()
+        self._step.backwards[-1].end = self._moments.now()
 
     def result(self) -> Measured:
         """What was measured so far; waits for the device."""
@@ -133,7 +134,7 @@ class UnitMeter:
             for sums, samples in zip(self._sums(step), (forwards, backwards), strict=True):
                 for (_, unit), seconds in sums.items():
                     samples.setdefault(unit, []).append(seconds)
-        walls = [self._seconds(step.start, step.end) for step in self._steps]
+        walls = [self._moments.seconds(step.start, step.end) for step in self._steps]
         units = {
             unit: (median(found), median(backwards.get(unit, [0.0])))
             for unit, found in forwards.items()
@@ -146,7 +147,7 @@ class UnitMeter:
 
         def note(_: Any) -> None:
             if step.backwards:
-                step.backwards[-1].marks.append((begins, call, self._now()))
+                step.backwards[-1].marks.append((begins, call, self._moments.now()))
 
         for node in {tensor.grad_fn for tensor in tensors}:
             if node is not None:
@@ -158,7 +159,7 @@ class UnitMeter:
         for call in step.calls:
             key = call.microbatch, call.unit
             forwards[key] = forwards.get(key, 0.0) + sum(
-                self._seconds(*stretch) for stretch in call.stretches
+                self._moments.seconds(*stretch) for stretch in call.stretches
             )
         backwards: dict[tuple[int, int], float] = {}
         for backward in step.backwards:
@@ -173,24 +174,12 @@ class UnitMeter:
         for begins, number, moment in [*backward.marks, (True, None, backward.end)]:
             if owner is not None:
                 key = calls[owner].microbatch, calls[owner].unit
-                sums[key] = sums.get(key, 0.0) + self._seconds(since, moment)
+                sums[key] = sums.get(key, 0.0) + self._moments.seconds(since, moment)
             since = moment
             if begins:
                 owner = number
             elif number == owner:
                 owner = _before(calls, number)
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _seconds(self, start: Any, end: Any) -> float:
-        if self._device.type != "cuda":
-            return float(end - start)
-        return float(start.elapsed_time(end)) / 1e3
 
 
 def _before(calls: list[_Call], number: int | None) -> int | None:

@@ -6,13 +6,13 @@ is on, and are read when the step is over.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_smp.timeline.events import Span, StepRecord, Wait
+from lightning_smp.timeline.moments import Moments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,24 +32,25 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._origin = self._now()
+        self._moments = Moments(device)
+        self._origin = self._moments.now()
         self._begun: Any = None
         self._actions: list[tuple[Action, Any, Any]] = []
         self._waits: list[tuple[int, Any, Any, Any]] = []
 
     def begin(self) -> None:
         """An action begins."""
-        self._begun = self._now()
+        self._begun = self._moments.now()
 
     def end(self, action: Action) -> None:
         """The action that began last is over."""
-        self._actions.append((action, self._begun, self._now()))
+        self._actions.append((action, self._begun, self._moments.now()))
 
     def wait(self, work: Any, sender: int, key: Hashable) -> None:
         """Waits for a message from a stage."""
-        start = self._now()
+        start = self._moments.now()
         work.wait()
-        self._waits.append((sender, key, start, self._now()))
+        self._waits.append((sender, key, start, self._moments.now()))
 
     def finish(self, programs: Sequence[Program]) -> StepRecord:
         """What was measured; waits for the device.
@@ -57,7 +58,7 @@ class StepClock:
         Args:
             programs: of each microbatch.
         """
-        last = self._now()
+        last = self._moments.now()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         spans = tuple(
@@ -71,17 +72,8 @@ class StepClock:
         )
         return StepRecord(self._seconds(last), spans, waits)
 
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def _seconds(self, moment: Any) -> float:
-        if self._device.type != "cuda":
-            return float(moment - self._origin)
-        return float(self._origin.elapsed_time(moment)) / 1e3
+        return self._moments.seconds(self._origin, moment)
 
 
 def _made_by(key: tuple[Any, ...], programs: Sequence[Program]) -> tuple[bool, int, int]:
