@@ -18,7 +18,7 @@ _LEAVE_TIME_S = 3.0  # a thread or process that is just ending gets so long to b
 # Written by Lightning's seeding and device checks, by torch, OpenMP users and pytest, at any time.
 _FREE_VARIABLES = (
     *("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "PYTEST_", "KMP_", "CUBLAS_"),
-    *("PYTORCH_", "TORCHINDUCTOR_", "TRITON_"),
+    *("PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "CUDA_"),
 )
 _FREE_THREADS = ("TMonitor", "QueueFeederThread", "pydevd")  # progress bars, queues, debuggers
 

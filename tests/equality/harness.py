@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from tests.equality.case import SEED, Case
 from tests.equality.split import SplitStrategy
 from tests.equality.zoo import CASES
+from tests.support.devices import ACCELERATOR
 from tests.support.launch import RankFailure, run_ranks
 
 __all__ = [
@@ -207,7 +208,7 @@ class _Recorder(pl.Callback):
     ) -> None:
         if trainer.global_step == 0:
             self.result.gradients = {
-                name: parameter.grad.detach().clone()
+                name: parameter.grad.detach().clone().cpu()
                 for name, parameter in pl_module.named_parameters()
                 if parameter.grad is not None
             }
@@ -225,7 +226,7 @@ class _Recorder(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         state = trainer.strategy.lightning_module_state_dict()
-        self.result.weights = {name: value.detach().clone() for name, value in state.items()}
+        self.result.weights = {name: value.detach().clone().cpu() for name, value in state.items()}
 
 
 class _Ordered(pl.LightningDataModule):
@@ -262,7 +263,7 @@ def _train(case: Case, *, strategy: str | Strategy, devices: int, batch_size: in
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         pl.seed_everything(SEED, verbose=False)
         trainer = pl.Trainer(
-            accelerator="cpu",
+            accelerator=ACCELERATOR,
             devices=devices,
             strategy=strategy,
             max_epochs=1,

@@ -18,6 +18,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.support.devices import ONE_DEVICE
+
 __all__ = ["SplitStrategy", "rows"]
 
 _COMBINE: dict[str, Callable[[list[tuple[float, Any]]], Any]] = {
@@ -36,7 +38,7 @@ class SplitStrategy(SingleDeviceStrategy):
     """
 
     def __init__(self, *, num_microbatches: int, num_replicas: int = 1) -> None:
-        super().__init__(device="cpu")
+        super().__init__(device=ONE_DEVICE)
         self.num_microbatches = num_microbatches
         self.num_replicas = num_replicas
 

@@ -26,6 +26,7 @@ from tests.equality.harness import (
     train_reference,
 )
 from tests.equality.zoo import CASES
+from tests.support.devices import needs_devices
 
 pytestmark = [
     pytest.mark.timeout(1800),  # the first test of a layout waits for all of its cases
@@ -120,6 +121,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def check(run: Run, outcomes: Outcomes) -> None:
     """Fail unless a run equals its reference."""
+    needs_devices(run.layout.world_size)
     case, results = CASES[run.case], outcomes[run]
     if isinstance(results, str):
         if case.may_be_refused and "lightning_smp.errors.UnsupportedError" in results:

@@ -231,7 +231,7 @@ def _copied(states: dict[int, Any]) -> dict[int, Any]:
 
 def _whole_again(model: Any, optimizer: Any, run: Any, data: Any) -> None:
     """`cpu()` brings all weights to every rank; a later step goes on."""
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
     assert model.cpu() is model
     plain = model.get_module().state_dict()
     for name, expected in before.items():

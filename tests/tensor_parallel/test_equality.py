@@ -13,6 +13,7 @@ import torch
 
 from lightning_smp import SMPStrategy
 from lightning_smp.tensor_parallel.module import distributed_modules
+from tests.support.devices import ACCELERATOR, needs_devices
 from tests.support.launch import run_ranks
 from tests.tensor_parallel.models import MODELS, Data, Model
 
@@ -37,7 +38,7 @@ class Layout(NamedTuple):
 def train(model: Model, data: Data, *, ckpt_path: Path | None = None, **options: Any) -> pl.Trainer:
     """Train for some steps, with clipping."""
     settings: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": ACCELERATOR,
         "max_epochs": 1,
         "limit_train_batches": _STEPS,
         "logger": False,
@@ -114,10 +115,11 @@ _LAYOUTS = {
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("layout", _LAYOUTS.values(), ids=_LAYOUTS.keys())
 def test_training_equals_one_device(layout: Layout, tmp_path: Path) -> None:
+    needs_devices(layout.world_size)
     references = {name: _reference(name, tmp_path) for name in MODELS}
     run_ranks(_rank, layout.world_size, layout, tmp_path, timeout=300)
     for name, reference in references.items():
-        wanted = torch.load(tmp_path / f"{name}.ckpt", weights_only=False)
+        wanted = torch.load(tmp_path / f"{name}.ckpt", map_location="cpu", weights_only=False)
         for prescaled, optimize in product((False, True), ("speed", "memory")):
             case = f"{name} prescaled={prescaled} {optimize}"
             losses = [
@@ -129,7 +131,7 @@ def test_training_equals_one_device(layout: Layout, tmp_path: Path) -> None:
                 torch.tensor(reference.losses, dtype=torch.float64),
                 rtol=1e-7, atol=1e-7, msg=lambda m, case=case: f"{case}: {m}",
             )  # fmt: skip
-            found = torch.load(tmp_path / f"{case}.ckpt", weights_only=False)
+            found = torch.load(tmp_path / f"{case}.ckpt", map_location="cpu", weights_only=False)
             for part in ("state_dict", "optimizer_states"):
                 _compare(wanted[part], found[part], f"{case} {part}")
         _check_resumed(name, tmp_path)
@@ -142,8 +144,8 @@ def _check_resumed(name: str, folder: Path) -> None:
     path = folder / f"{name} prescaled={prescaled} {optimize}.ckpt"
     trainer = train(model, Data(_GLOBAL_BATCH), devices=1, max_epochs=2, ckpt_path=path)
     trainer.save_checkpoint(folder / "one device.ckpt")
-    wanted = torch.load(folder / "one device.ckpt", weights_only=False)
-    found = torch.load(folder / f"{name} resumed.ckpt", weights_only=False)
+    wanted = torch.load(folder / "one device.ckpt", map_location="cpu", weights_only=False)
+    found = torch.load(folder / f"{name} resumed.ckpt", map_location="cpu", weights_only=False)
     assert found["global_step"] == 2 * _STEPS
     for part in ("state_dict", "optimizer_states"):
         _compare(wanted[part], found[part], f"{name} resumed {part}")
