@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_smp.engine.messages import backward_order, forward_messages, gradient_messages
+from lightning_smp.engine.posting import Receive, receives_before
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.placed.autograd import reachable_edges
 from lightning_smp.placed.run import MicrobatchRun
 from lightning_smp.placed.runtime import StepContext
 from lightning_smp.placed.splitting import LaterPart
-from lightning_smp.program import Edge
+from lightning_smp.program import Edge, SegmentNode
+from lightning_smp.schedule import Action
 
 if TYPE_CHECKING:
     from lightning_smp.engine.engine import PipelineEngine
@@ -92,18 +94,19 @@ class Backwards:
         """The backward of one microbatch alone, all ranks in one order."""
         program = run.program
         order = backward_order(program)
-        for sender in range(self.runtime.num_ranks):
-            if sender != self.rank:
-                edges = [
-                    edge
-                    for node in order if node[0] == sender
-                    for edge in program.gradient_messages.get(node, ())
-                    if edge.source[0] == self.rank
-                ]  # fmt: skip
-                self.channels.expect(sender, ((("g", run.index, e.index), e.spec) for e in edges))
-        for node in order:
-            if node[0] == self.rank:
-                self._run_backward(run, node[1], retain_graph=retain_graph)
+        mine = [node[1] for node in order if node[0] == self.rank]
+        for ordinal, receives in zip(mine, self._receives_of(run, order), strict=True):
+            self._post(receives)
+            self._run_backward(run, ordinal, retain_graph=retain_graph)
+
+    def _receives_of(self, run: MicrobatchRun, order: Sequence[SegmentNode]) -> list[list[Receive]]:
+        numbers = {node: number for number, node in enumerate(run.program.segments)}
+        actions = [(node[0], Action("B", run.index, numbers[node])) for node in order]
+        return receives_before(actions, {run.index: run.program}, self.rank)
+
+    def _post(self, receives: Sequence[Receive]) -> None:
+        for sender, key, spec in receives:
+            self.channels.post(sender, key, spec)
 
     def _resolve(self, recorded: Sequence[int]) -> None:
         """Completes recorded programs: which edges carry gradients, which messages there are."""

@@ -1,7 +1,7 @@
 """Tensors between the stages: one ordered stream per ordered pair of ranks.
 
-Sends never block. Receives are posted in the sender's order, which both sides know, a few ahead of
-need.
+Sends never block. Receives are posted in the sender's order, which both sides know, ahead of need
+where that is safe (`lightning_smp.engine.posting` says when).
 
 Note: one group a direction. NCCL runs what is posted on one communicator one after the other, so a
 receive that is posted ahead of need would hold up a send to the same rank, for ever if that send is
@@ -11,7 +11,7 @@ what the other side waits for. So each direction has a communicator, and a strea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from datetime import timedelta
 from itertools import permutations
 from typing import Any
@@ -26,9 +26,6 @@ from lightning_smp.topology import Topology
 __all__ = ["Channels", "Directions", "make_directions"]
 
 Directions = dict[tuple[int, int], dist.ProcessGroup]
-
-_AHEAD = 4
-"""Receives posted beyond the one that is needed."""
 
 _MAX_BLOCKS = 4
 """Thread blocks of a communicator between two stages."""
@@ -97,22 +94,21 @@ class Channels:
         if len(self._sends) > _MAX_UNFINISHED:
             self._sends.popleft()[0].wait()
 
-    def expect(self, stage: int, messages: Iterable[tuple[Hashable, TensorSpec]]) -> None:
-        """Notes what a stage will send, in its order."""
-        self._inbound[stage].expected.extend(messages)
+    def post(self, stage: int, key: Hashable, spec: TensorSpec) -> None:
+        """Posts the receive of the next tensor from a stage; `take` gives it by its key."""
+        self._inbound[stage].post(key, spec)
 
     def take(self, stage: int, key: Hashable) -> torch.Tensor:
-        """The expected tensor with this key; waits until it is there."""
+        """The tensor whose receive was posted with this key; waits until it is there."""
         return self._inbound[stage].take(key)
 
     def receive(self, stage: int, spec: TensorSpec) -> torch.Tensor:
-        """The next tensor from a stage that nothing else is expected from."""
-        inbound = self._inbound[stage]
-        inbound.expected.append((None, spec))
-        return inbound.take(None)
+        """The next tensor from a stage from which no other receive is posted."""
+        self.post(stage, None, spec)
+        return self.take(stage, None)
 
     def drain(self) -> None:
-        """Receives and drops all that is still expected."""
+        """Receives and drops all that was posted and not taken."""
         for inbound in self._inbound.values():
             inbound.drain()
 
@@ -164,17 +160,18 @@ class _Inbound:
     """What one stage sends here."""
 
     def __init__(self, channels: Channels, stage: int) -> None:
-        self.expected: deque[tuple[Hashable, TensorSpec]] = deque()
         self._channels = channels
         self._stage = stage
         self._posted: deque[tuple[Hashable, TensorSpec, Any]] = deque()
         self._arrived: dict[Hashable, torch.Tensor] = {}
 
+    def post(self, key: Hashable, spec: TensorSpec) -> None:
+        self._posted.append((key, spec, self._channels._post(self._stage, spec)))
+
     def take(self, key: Hashable) -> torch.Tensor:
         found = self._arrived.pop(key, None)
         while found is None:
-            self._post_ahead()
-            assert self._posted, f"nothing more is expected from stage {self._stage}, want {key}"
+            assert self._posted, f"no receive from stage {self._stage} is posted for {key}"
             posted_key, spec, (work, buffer, _) = self._posted.popleft()
             if self._channels.clock is None:
                 work.wait()
@@ -185,16 +182,9 @@ class _Inbound:
                 found = tensor
             else:
                 self._arrived[posted_key] = tensor
-        self._post_ahead()
         return found
 
     def drain(self) -> None:
         self._arrived.clear()
-        while self.expected or self._posted:
-            self._post_ahead()
+        while self._posted:
             self._posted.popleft()[2][0].wait()
-
-    def _post_ahead(self) -> None:
-        while self.expected and len(self._posted) <= _AHEAD:
-            key, spec = self.expected.popleft()
-            self._posted.append((key, spec, self._channels._post(self._stage, spec)))

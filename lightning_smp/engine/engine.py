@@ -15,6 +15,7 @@ from lightning_smp.engine.fiber import FiberPool
 from lightning_smp.engine.messages import segment_graph
 from lightning_smp.engine.meter import UnitMeter
 from lightning_smp.engine.plan import StepPlan
+from lightning_smp.engine.posting import Receive, one_order, receives_before
 from lightning_smp.engine.step import Step
 from lightning_smp.partitioning.costs import AtomCost
 from lightning_smp.placed.outer import outer_patches
@@ -69,7 +70,7 @@ class PipelineEngine:
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._always_recorded: set[Hashable] = set()
         self._known_names: set[str] = set()
-        self._schedules: dict[Hashable, Schedule] = {}
+        self._schedules: dict[Hashable, tuple[Schedule, list[list[Receive]]]] = {}
         self._pool = FiberPool()
         self._step: Step | None = None
         self._measured: list[Any] | None = None
@@ -174,13 +175,20 @@ class PipelineEngine:
         while len(self._programs) > _MAX_PROGRAMS:
             self._programs.popitem(last=False)
 
-    def make_schedule(self, programs: list[Program], done: frozenset[int], train: bool) -> Schedule:
-        """The order of actions, from the cache where the same programs ran before."""
+    def make_schedule(
+        self, programs: list[Program], done: frozenset[int], train: bool
+    ) -> tuple[Schedule, list[list[Receive]]]:
+        """The order of actions, and the receives to post before each action of this rank.
+
+        From the cache where the same programs ran before.
+        """
         key = (tuple(id(p) for p in programs), done, train)
         found = self._schedules.get(key)
         if found is None:
             graphs = {id(p): segment_graph(p, self.runtime.num_ranks, self.costs) for p in programs}
-            found = self._new_schedule([graphs[id(p)] for p in programs], done, train)
+            schedule = self._new_schedule([graphs[id(p)] for p in programs], done, train)
+            order = one_order(schedule.ranks, programs)
+            found = schedule, receives_before(order, programs, self.rank)
             if len(self._schedules) > _MAX_PROGRAMS:
                 self._schedules.clear()
             self._schedules[key] = found

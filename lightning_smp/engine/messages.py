@@ -6,13 +6,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_smp.partitioning.costs import AtomCost
-from lightning_smp.program import EVERYWHERE, Edge, Program, SegmentNode
+from lightning_smp.program import EVERYWHERE, Edge, Program, SegmentNode, TensorSpec
 from lightning_smp.schedule import Action, Segment, SegmentGraph
 from lightning_smp.schedule import Edge as GraphEdge
 
-__all__ = ["backward_order", "forward_messages", "gradient_messages", "inbound", "segment_graph"]
+__all__ = [
+    "MessageKey",
+    "Programs",
+    "backward_order",
+    "forward_messages",
+    "gradient_messages",
+    "segment_graph",
+    "sent",
+]
 
 MessageKey = tuple[str, int, int]
+"""Forward ("f") or gradient ("g"), the microbatch, the edge."""
+
+Programs = Sequence[Program] | Mapping[int, Program]
+"""By microbatch."""
 
 
 def forward_messages(program: Program) -> dict[SegmentNode, list[Edge]]:
@@ -38,21 +50,18 @@ def gradient_messages(program: Program) -> dict[SegmentNode, list[Edge]]:
     return found
 
 
-def inbound(
-    row: Sequence[Action], programs: Sequence[Program], sender: int, receiver: int
-) -> Iterator[tuple[MessageKey, Edge]]:
-    """What ``receiver`` gets from ``sender``, in the order of the sender's actions."""
-    for action in row:
-        program = programs[action.microbatch]
-        node = program.segments[action.segment]
-        if action.kind == "F":
-            for edge in program.forward_messages.get(node, ()):
-                if edge.target[0] == receiver:
-                    yield ("f", action.microbatch, edge.index), edge
-        elif action.kind != "W":
-            for edge in program.gradient_messages.get(node, ()):
-                if edge.source[0] == receiver:
-                    yield ("g", action.microbatch, edge.index), edge
+def sent(
+    action: Action, programs: Programs
+) -> Iterator[tuple[SegmentNode, MessageKey, TensorSpec]]:
+    """What an action sends, in order: the segment that awaits it, its key, what it looks like."""
+    program, m = programs[action.microbatch], action.microbatch
+    node = program.segments[action.segment]
+    if action.kind == "F":
+        for edge in program.forward_messages.get(node, ()):
+            yield edge.target, ("f", m, edge.index), edge.spec
+    elif action.kind != "W":
+        for edge in program.gradient_messages.get(node, ()):
+            yield edge.source, ("g", m, edge.index), edge.spec
 
 
 def backward_order(program: Program) -> list[SegmentNode]:

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_smp.engine.backward import Backwards, empty_message
 from lightning_smp.engine.fiber import Fiber
 from lightning_smp.engine.finality import final_parameters
-from lightning_smp.engine.messages import inbound
+from lightning_smp.engine.posting import Receive
 from lightning_smp.errors import CommunicationError
 from lightning_smp.placed.outer import OuterMode
 from lightning_smp.placed.random import digest_draws
@@ -49,6 +49,7 @@ class Step(Backwards):
         self.sent: dict[int, set[int]] = {}
         self.deviations: dict[int, tuple[int, str]] = {}
         self.row: Sequence[Action] = ()
+        self.receives: Sequence[Sequence[Receive]] = ()
         self.cursor = 0
         self.final: dict[int, list[nn.Parameter]] = {}
         self.settled = False
@@ -116,12 +117,8 @@ class Step(Backwards):
         if not self.train and len(done) == len(self.runs):
             self.settle()
             return
-        schedule = self.engine.make_schedule(self.programs, done, self.train)
+        schedule, self.receives = self.engine.make_schedule(self.programs, done, self.train)
         self.engine.schedule = schedule
-        for sender, row in enumerate(schedule.ranks):
-            if sender != self.rank:
-                messages = inbound(row, self.programs, sender, self.rank)
-                self.channels.expect(sender, ((key, edge.spec) for key, edge in messages))
         self.row = schedule.ranks[self.rank]
         if self.plan.on_final is not None:
             units = {unit.index: unit for unit in self.runtime.units}
@@ -135,6 +132,7 @@ class Step(Backwards):
         clock = self.engine.clock
         while self.cursor < len(self.row):
             action = self.row[self.cursor]
+            self._post(self.receives[self.cursor])
             self.cursor += 1
             if clock is not None:
                 clock.begin()

@@ -46,11 +46,13 @@ def _traffic(rank: int, world_size: int) -> dict[str, Any]:
             channels.send(changed, 1, copy=True)
             changed.fill_(9)
         else:
-            channels.expect(0, ((k, spec_of(t)) for k, t in enumerate(tensors)))
+            for k, tensor in enumerate(tensors):
+                channels.post(0, k, spec_of(tensor))
             order = [3, 0, 7, 1, 2, 6, 4, 5]  # another one than that of the sender
             taken = {key: channels.take(0, key) for key in order}
             found["equal"] = [torch.equal(taken[k], tensors[k]) for k in range(len(tensors))]
-            channels.expect(0, (("rest", spec_of(t)) for t in tensors))
+            for tensor in tensors:
+                channels.post(0, "rest", spec_of(tensor))
             channels.drain()
             found["copied"] = channels.receive(0, spec_of(torch.zeros(3))).tolist()
         channels.finish()
@@ -66,7 +68,8 @@ def _both_ways(channels: Channels, rank: int) -> list[float]:
     for k in range(40):
         channels.send(torch.full((1000,), float(k + 100 * rank)), other, copy=False)
     spec = spec_of(torch.zeros(1000))
-    channels.expect(other, ((k, spec) for k in range(40)))
+    for k in range(40):
+        channels.post(other, k, spec)
     sums = [float(channels.take(other, k)[0]) for k in range(40)]
     channels.finish()
     return sums

@@ -6,12 +6,12 @@ from lightning_smp.engine.messages import (
     backward_order,
     forward_messages,
     gradient_messages,
-    inbound,
     segment_graph,
+    sent,
 )
 from lightning_smp.partitioning.costs import AtomCost
 from lightning_smp.program import Program
-from lightning_smp.schedule import Action, make_schedule
+from lightning_smp.schedule import Action
 from tests.test_program import edge, entry
 
 
@@ -59,18 +59,6 @@ def test_graph_for_the_scheduler() -> None:
     assert pairs == {(0, 1): True, (1, 2): True, (0, 2): True}
 
 
-def test_inbound_follows_the_sender() -> None:
-    program = u_program()
-    programs = [program] * 3
-    for pipeline in ("simple", "interleaved"):
-        schedule = make_schedule([segment_graph(program, 2)] * 3, pipeline)
-        keys = [key for key, _ in inbound(schedule.ranks[0], programs, 0, 1)]
-        assert sorted(keys) == [(kind, m, e) for kind, e in (("f", 0), ("g", 1)) for m in range(3)]
-        back = [key for key, _ in inbound(schedule.ranks[1], programs, 1, 0)]
-        assert sorted(back) == [(kind, m, e) for kind, e in (("f", 1), ("g", 0)) for m in range(3)]
-        assert list(inbound(schedule.ranks[0], programs, 0, 0)) == []
-
-
 def test_graph_knows_what_a_backward_costs_and_keeps() -> None:
     program = u_program()
     for index, program_entry in enumerate(program.entries):
@@ -86,5 +74,6 @@ def test_graph_knows_what_a_backward_costs_and_keeps() -> None:
 
 def test_second_parts_send_nothing() -> None:
     program = u_program()
-    row = [Action("I", 0, 1), Action("W", 0, 1)]
-    assert [key for key, _ in inbound(row, [program], 1, 0)] == [("g", 0, 0)]
+    first, second = (list(sent(Action(kind, 0, 1), [program])) for kind in ("I", "W"))
+    assert [(node, key) for node, key, _ in first] == [((0, 0), ("g", 0, 0))]
+    assert second == []
