@@ -74,7 +74,15 @@ def _is_free(thread: threading.Thread) -> bool:
 
 
 def _leaked_processes(before: set[int]) -> list[str]:
-    return [f"process {pid}" for pid in _wait_until_gone(lambda: sorted(_children() - before))]
+    left = _wait_until_gone(lambda: sorted(_children() - before))
+    return [f"process {pid} ({_command(pid)})" for pid in left]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip() or "a zombie"
+    except OSError:
+        return "ended meanwhile"
 
 
 def _wait_until_gone(left: Callable[[], list[_Item]]) -> list[_Item]:

@@ -186,7 +186,7 @@ class OutArguments(Chain):
         x, y = batch
         h = self.blocks[1](self.blocks[0](x)) * 1.0
         kept = torch.empty_like(h).copy_(h)
-        h.index_fill_(1, torch.tensor([0, 2]), 0.5)
+        h.index_fill_(1, torch.tensor([0, 2], device=h.device), 0.5)
         kept.clamp_(min=-0.5).scatter_(1, y.unsqueeze(1), 0.0)
         deep = self.blocks[2](h)
         return as_loss(self.head(self.blocks[3](deep) + kept), y)
