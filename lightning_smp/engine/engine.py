@@ -176,17 +176,25 @@ class PipelineEngine:
             self._programs.popitem(last=False)
 
     def make_schedule(
-        self, programs: list[Program], done: frozenset[int], train: bool
+        self, programs: Mapping[int, Program], train: bool
     ) -> tuple[Schedule, list[list[Receive]]]:
         """The order of actions, and the receives to post before each action of this rank.
 
         From the cache where the same programs ran before.
+
+        Args:
+            programs: by microbatch.
+            train: whether there are backwards.
         """
-        key = (tuple(id(p) for p in programs), done, train)
+        key = (tuple((m, id(program)) for m, program in programs.items()), train)
         found = self._schedules.get(key)
         if found is None:
-            graphs = {id(p): segment_graph(p, self.runtime.num_ranks, self.costs) for p in programs}
-            schedule = self._new_schedule([graphs[id(p)] for p in programs], done, train)
+            graphs = {
+                id(p): segment_graph(p, self.runtime.num_ranks, self.costs)
+                for p in programs.values()
+            }
+            schedule = self._new_schedule([graphs[id(p)] for p in programs.values()], train)
+            schedule = schedule.of_microbatches(list(programs))
             order = one_order(schedule.ranks, programs)
             found = schedule, receives_before(order, programs, self.rank)
             if len(self._schedules) > _MAX_PROGRAMS:
@@ -194,17 +202,12 @@ class PipelineEngine:
             self._schedules[key] = found
         return found
 
-    def _new_schedule(
-        self, graphs: list[SegmentGraph], done: frozenset[int], train: bool
-    ) -> Schedule:
+    def _new_schedule(self, graphs: list[SegmentGraph], train: bool) -> Schedule:
         active, memory = self.active_microbatches, self.activation_limit
         if self.table is not None and train:
-            return fit_schedule(
-                self.table, graphs, active_microbatches=active, memory_limit=memory,
-                forward_done=done,
-            )  # fmt: skip
+            return fit_schedule(self.table, graphs, active_microbatches=active, memory_limit=memory)
         pipeline: Any = self.pipeline if self.table is None else "interleaved"
         return make_schedule(
-            graphs, pipeline, active_microbatches=active, memory_limit=memory, forward_done=done,
+            graphs, pipeline, active_microbatches=active, memory_limit=memory,
             forward_only=not train,
         )  # fmt: skip

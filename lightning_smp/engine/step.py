@@ -4,6 +4,9 @@ Note: deviations. A microbatch that leaves its program stops there, and its rema
 schedule is played with empty messages, so that every promise between ranks is kept and nothing
 hangs. At the end of the schedule the ranks compare where each of them deviated. If all agree, the
 microbatches go on call by call, in descending order; if not, all ranks raise the same error.
+
+Note: memory. A recorded microbatch runs its backward right after its forward: to keep what the
+forwards of all microbatches need is what a pipeline is there to avoid.
 """
 
 from __future__ import annotations
@@ -63,15 +66,13 @@ class Step(Backwards):
             self.runs.append(MicrobatchRun(self.context, m))
         for m in recorded:
             self._record(m)
-        self.train |= any(self.runs[m].losses for m in recorded)
-        self._resolve(recorded)
         self._learn(recorded)
-        for m, run in enumerate(self.runs):
-            if m not in recorded:
-                run.follow(engine._programs[plan.specs[m]])
+        followed = [m for m in range(len(self.runs)) if m not in recorded]
+        for m in followed:
+            self.runs[m].follow(engine._programs[plan.specs[m]])
         self.programs = [run.program for run in self.runs]
         self.train |= any(program.losses for program in self.programs)
-        self._follow_schedule(frozenset(recorded))
+        self._follow_schedule(followed)
         self._finish_deviated()
         self._release_adopted()
         self.channels.finish()
@@ -83,7 +84,7 @@ class Step(Backwards):
         return not self.deviations and all(run.following for run in self.runs)
 
     def close(self) -> None:
-        """Ends forwards that will not be resumed."""
+        """Ends forwards that will not be resumed, and frees what the step kept."""
         for fiber in self.fibers.values():
             fiber.cancel()
 
@@ -113,11 +114,13 @@ class Step(Backwards):
             if not plan.record:
                 engine.remember(spec, program)
 
-    def _follow_schedule(self, done: frozenset[int]) -> None:
-        if not self.train and len(done) == len(self.runs):
+    def _follow_schedule(self, followed: Sequence[int]) -> None:
+        if not followed:
+            self._check_schedule()
             self.settle()
             return
-        schedule, self.receives = self.engine.make_schedule(self.programs, done, self.train)
+        programs = {m: self.programs[m] for m in followed}
+        schedule, self.receives = self.engine.make_schedule(programs, self.train)
         self.engine.schedule = schedule
         self.row = schedule.ranks[self.rank]
         if self.plan.on_final is not None:
@@ -126,6 +129,13 @@ class Step(Backwards):
         names = {name for program in self.programs for name in program.attributes}
         self.swap = AttributeSwap(sorted(names), self.runtime.outer_modules[""])
         self.loop()
+
+    def _check_schedule(self) -> None:
+        """After a first step: what is wrong with the schedule of the next ones is said now."""
+        known = [self.engine._programs.get(spec) for spec in self.plan.specs]
+        programs = {m: program for m, program in enumerate(known) if program is not None}
+        if self.train and len(programs) == len(known):
+            self.engine.schedule, _ = self.engine.make_schedule(programs, self.train)
 
     def loop(self) -> None:
         """Runs the rest of this rank's actions, then settles with the others."""
@@ -188,9 +198,8 @@ class Step(Backwards):
             for buffer in (*module._buffers.values(), *module.__dict__.values())
             if isinstance(buffer, PlacedTensor) and buffer._value.is_adopted
         ]
-        if found:
-            for tensor, numbers in zip(found, self.engine.fetch(found), strict=True):
-                release(tensor, numbers)
+        for tensor, numbers in zip(found, self.engine.fetch(found), strict=True):
+            release(tensor, numbers)
 
     def _call_body(self, m: int) -> None:
         """The user's step for one microbatch, from its first call to its last."""
@@ -215,8 +224,13 @@ class Step(Backwards):
         watch = AttributeWatch(self.runtime.outer_modules.items())
         run = self.runs[m]
         self._call_body(m)
+        self.train |= bool(run.losses)
+        self._resolve([m])
         run.program.attributes = (*watch.written(), *run.planted())
         run.dynamic |= run.draws_late()
+        if self.train:
+            self.engine.position = f"backward of microbatch {m}"
+            self._backward_in_order(run)
 
     def _forward(self, action: Action) -> None:
         m = action.microbatch

@@ -5,6 +5,7 @@ that a backward may be split into. Nothing here knows about time, dependencies o
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal, NamedTuple, cast
@@ -74,6 +75,16 @@ class Schedule:
     def num_ranks(self) -> int:
         """Number of pipeline ranks, with and without actions."""
         return len(self.ranks)
+
+    def of_microbatches(self, numbers: Sequence[int]) -> "Schedule":
+        """The same order for other microbatches: number ``m`` becomes ``numbers[m]``."""
+        if list(numbers) == list(range(len(numbers))):
+            return self
+        rows = (
+            tuple(action._replace(microbatch=numbers[action.microbatch]) for action in row)
+            for row in self.ranks
+        )
+        return Schedule(tuple(rows), self.name)
 
     def to_text(self) -> str:
         """Write the schedule as a table: a header, then one row per rank and one column per step.
