@@ -194,10 +194,10 @@ def _plan(say: Callable[[str], None], steps: int) -> None:
             f"benchmarks.one_gpu:{kind}", inputs=[f"int64:{length}"], precision="bf16-mixed",
             arguments=arguments,
         )  # fmt: skip
-        atoms, analysis = source.analyze(device.model(is_16_bit=True))
+        atoms, profile = source.profile(device.model())
         setup = Setup(world_size=1, memory=device.memory, device=device, batch_size=rows)
         layout = Layout(1, 1, 1, 1, count, rows // count, False)
-        estimate = Estimator(source.root, atoms, analysis, setup).simulated(layout)
+        estimate = Estimator(source.root, atoms, profile, setup).simulated(layout)
         taken, peak = _train(
             lambda kind=kind, arguments=arguments: globals()[kind](**arguments),
             SMPStrategy(microbatches=count), rows=rows, length=length, vocabulary=vocabulary,

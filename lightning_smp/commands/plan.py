@@ -57,8 +57,7 @@ def _plan(options: argparse.Namespace) -> tuple[str, bool]:
         source = _source(options)
         logging.getLogger("transformers").setLevel(logging.ERROR)  # its import has set it
         device = _device(options)
-        is_16_bit = options.precision != "32-true"
-        atoms, analysis = source.analyze(device.model(is_16_bit=is_16_bit))
+        atoms, profile = source.profile(device.model())
     setup = Setup(
         world_size=options.world_size,
         memory=device.memory - options.reserve * _GIB,
@@ -69,7 +68,7 @@ def _plan(options: argparse.Namespace) -> tuple[str, bool]:
         pipeline=options.pipeline,
         memory_weight=options.memory_weight,
     )
-    estimator = Estimator(source.root, atoms, analysis, setup)
+    estimator = Estimator(source.root, atoms, profile, setup)
     fixed: dict[str, int | bool] = {
         key: value for key, name in _FIXED.items() if (value := getattr(options, name)) is not None
     }

@@ -2,7 +2,8 @@
 
 from lightning_smp.partitioning.analysis import Analysis, analyze, count_parameters
 from lightning_smp.partitioning.atoms import Atom, find_atoms, outer_parameters
-from lightning_smp.partitioning.costs import AtomCost, DeviceModel
+from lightning_smp.partitioning.costs import AtomCost, Work
+from lightning_smp.partitioning.device import DeviceModel
 from lightning_smp.partitioning.fakes import fake_batch, new_fake_mode
 from lightning_smp.partitioning.measured import MeasuredUnits, repartition
 from lightning_smp.partitioning.plan import Partition, plan_partition
@@ -20,6 +21,7 @@ __all__ = [
     "Partition",
     "SharedParameter",
     "Split",
+    "Work",
     "analyze",
     "count_parameters",
     "fake_batch",

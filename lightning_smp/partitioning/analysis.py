@@ -11,7 +11,7 @@ import io
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,8 +21,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from lightning_smp.partitioning.atoms import Atom, parameter_names
-from lightning_smp.partitioning.costs import AtomCost, CostWatch, DeviceModel, nbytes
+from lightning_smp.partitioning.costs import AtomCost, Work
+from lightning_smp.partitioning.device import DeviceModel, Kernel
 from lightning_smp.partitioning.fakes import fake_copy, new_fake_mode, preserved_random_state
+from lightning_smp.partitioning.operations import nbytes, tensors_in
+from lightning_smp.partitioning.watch import CostWatch
 
 __all__ = ["Analysis", "analyze", "count_parameters"]
 
@@ -39,6 +42,8 @@ class Analysis:
         costs: By atom name, for every atom.
         outer: Cost of outer code before the first atom; later outer code is part of the preceding
             atom.
+        work: What the atoms do, by name, whatever the device; that of outer code under None. Empty
+            if the step could not be run.
         mutable_buffers: First names of the buffers that the step writes (batch norm's and the
             like).
         reason: Why the step could not be run, or None. If set, ``order`` is module order and all
@@ -48,6 +53,7 @@ class Analysis:
     order: tuple[str, ...]
     costs: Mapping[str, AtomCost]
     outer: AtomCost = field(default_factory=AtomCost)
+    work: Mapping[str | None, Work] = field(default_factory=dict)
     mutable_buffers: frozenset[str] = frozenset()
     reason: str | None = None
 
@@ -69,7 +75,8 @@ def analyze(
     Args:
         root: The model; may be on any device, and may be on meta.
         run_step: Called as ``run_step(copy)``: runs the user's step for one microbatch, made fake
-            by :func:`fake_batch` with the same mode, on the copy. What it returns is ignored.
+            by :func:`fake_batch` with the same mode, on the copy. Unless it runs a backward itself,
+            that of what it returns is run (of the entry "loss" of a mapping that has one).
         atoms: From :func:`find_atoms` on the same root.
         mode: From :func:`new_fake_mode`; needed if the batch is made fake before the call.
         device: The roofline that turns operations into time.
@@ -96,12 +103,12 @@ def count_parameters(
     costs: dict[str, AtomCost] = {}
     for atom in atoms:
         cost = _state_cost(atom)
-        forward_s = device.seconds(2 * cost.parameters, cost.parameter_bytes)
-        costs[atom.name] = replace(
-            cost,
+        product = Kernel("product", flops=2 * cost.parameters, moved=cost.parameter_bytes)
+        forward_s = device.busy_seconds(product)
+        costs[atom.name] = cost + AtomCost(
             calls=1,
-            flops=2 * cost.parameters,
-            moved_bytes=cost.parameter_bytes,
+            flops=product.flops,
+            moved_bytes=product.moved,
             forward_s=forward_s,
             backward_s=2 * forward_s,
         )
@@ -123,7 +130,7 @@ def _run(
     with preserved_random_state(), _quiet(), torch.inference_mode(mode=False):
         copied = fake_copy(root, mode)
         modules = {atom.name: copied.get_submodule(atom.name) for atom in atoms}
-        watch = CostWatch(copied, modules, device)
+        watch = CostWatch(copied, modules)
         versions = {name: (id(b), b._version) for name, b in copied.named_buffers()}
         with (
             torch.enable_grad(),
@@ -131,16 +138,30 @@ def _run(
             mode,
             watch.watching(),
         ):
-            run_step(copied)
+            _run_backward(run_step(copied), watch)
     written = {
         name for name, b in copied.named_buffers() if versions.get(name) != (id(b), b._version)
     }
+    work = {name: watch.work(name) for name in (None, *modules)}
     return Analysis(
         order=watch.order,
-        costs={atom.name: watch.cost(atom.name) + _state_cost(atom) for atom in atoms},
-        outer=watch.cost(None),
+        costs={atom.name: work[atom.name].cost(device) + _state_cost(atom) for atom in atoms},
+        outer=work[None].cost(device),
+        work=work,
         mutable_buffers=_running_statistics(root) | written,
     )
+
+
+def _run_backward(result: object, watch: CostWatch) -> None:
+    """Runs the backward of what a step gave, unless it ran one; without, one is presumed."""
+    given = result.get("loss", result) if isinstance(result, Mapping) else result
+    roots = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
+    if watch.had_backward or not roots:
+        return
+    try:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    except Exception:  # hooks and functions of the user's may ask for values
+        watch.forget_backward()
 
 
 def _without_compiling() -> contextlib.AbstractContextManager[Any]:

@@ -11,7 +11,8 @@ Going down from the root (which never is one), each module meets these rules in 
     child to go to).
 3.  opened: a module with a boundary or a LightningModule somewhere below it, because both need to
     run on every rank; and a LightningModule itself.
-4.  atom: parametrized, scripted and compiled modules, whose inside cannot be reached by calls.
+4.  atom: parametrized, scripted and compiled modules, whose inside cannot be reached by calls, and
+    classes that say ``is_never_divided = True``.
 5.  opened: the containers of ``torch.nn`` (Sequential, ModuleList, ModuleDict, Transformer,
     TransformerEncoder, TransformerDecoder); a Sequential that is itself an element of a list falls
     under rule 8.
@@ -163,6 +164,7 @@ def _is_sealed(module: nn.Module) -> bool:
         or is_parametrized(module)
         or type(module).__module__.startswith("torch._dynamo.")
         or getattr(module, "_compiled_call_impl", None) is not None
+        or getattr(type(module), "is_never_divided", False)
     )
 
 

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_smp.errors import PartitionError
 from lightning_smp.partitioning.atoms import find_atoms
-from lightning_smp.partitioning.costs import nbytes
+from lightning_smp.partitioning.operations import nbytes
 from lightning_smp.partitioning.plan import Partition
 
 __all__ = ["compress_names", "report"]

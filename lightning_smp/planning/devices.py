@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from lightning_smp.partitioning.costs import DeviceModel
+from lightning_smp.partitioning.device import DeviceModel
 
 __all__ = ["DEVICES", "Device"]
 
@@ -34,13 +34,19 @@ class Device:
     memory: float
     link: float
     network: float
-    compute_share: float = 0.7
+    compute_share: float = 0.79
     bandwidth_share: float = 0.8
 
-    def model(self, *, is_16_bit: bool) -> DeviceModel:
-        """Return the roofline for products of 16-bit or 32-bit numbers."""
-        peak = self.flops_16 if is_16_bit else self.flops_32
-        return DeviceModel(peak * self.compute_share, self.bandwidth * self.bandwidth_share)
+    def model(self) -> DeviceModel:
+        """Return the model of time."""
+        return DeviceModel(
+            flops_16=self.flops_16,
+            flops_32=self.flops_32,
+            bytes_per_s=self.bandwidth,
+            link_bytes_per_s=self.link * self.bandwidth_share,
+            compute_share=self.compute_share,
+            bandwidth_share=self.bandwidth_share,
+        )
 
     def transfer_s(self, num_bytes: float, *, in_host: bool) -> float:
         """Return the seconds that a message to another GPU takes."""

@@ -1,16 +1,18 @@
-"""Memory and time of one layout, predicted from the analysis of one sample.
+"""Memory and time of one layout, predicted from the profile of a step.
 
 Note [What is estimated how]
-Times come from the roofline of the analysis; the degree of tensor parallelism divides them and adds
-all-reduces (two a unit and direction, as in Shoeybi et al. 2019). The order of a step is the real
-schedule, simulated. Gradients are reduced over replicas while the last microbatch drains; what is
-longer than its backward counts. The optimizer reads and writes its state once.
+Times are those of the kernels of a microbatch (partitioning/device.py); the degree of tensor
+parallelism divides their work and adds all-reduces (two a unit and direction, as in Shoeybi et al.
+2019). Every microbatch after the first adds its gradients to what is there. The order of a step is
+the real schedule, simulated. Gradients are reduced over replicas while the last microbatch drains;
+what is longer than its backward counts. The optimizer reads and writes its state once.
 
 A stage's activations are those of the schedule's fullest moment. Tensor parallelism divides what is
 inside a unit, but not what enters and leaves its parts (10 of 34 bytes per token and channel in a
 transformer layer, Korthikanti et al. 2022, hence five outputs of a unit). With recomputation a unit
 keeps its input, and one unit at a time all it needs. Parameters of two or more dimensions are
-divided, others are not.
+divided, others are not. A step's gradients are made beside those of the step before, which
+Lightning lets go of after the step (lightning/handoff.py).
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ from functools import cached_property
 
 from torch import nn
 
-from lightning_smp.partitioning import Analysis, Partition, plan_partition
+from lightning_smp.partitioning import Partition, plan_partition
 from lightning_smp.partitioning.atoms import Atom
-from lightning_smp.partitioning.costs import AtomCost, nbytes
+from lightning_smp.partitioning.costs import AtomCost
+from lightning_smp.partitioning.device import Kernel
+from lightning_smp.partitioning.operations import nbytes
 from lightning_smp.planning.devices import Device
+from lightning_smp.planning.profile import Profile
 from lightning_smp.schedule import (
     Edge,
     Schedule,
@@ -88,8 +93,9 @@ class Layout:
 class Memory:
     """Bytes of one rank, each part at its own fullest moment.
 
-    With a single microbatch gradients are made while activations go, so that the two are never
-    there together; ``reused`` is what of them takes the same memory.
+    Gradients are those of the step and of the one before. With a single microbatch the new ones are
+    made while activations go, so that the two are never there together; ``reused`` is what of them
+    takes the same memory.
     """
 
     parameters: float
@@ -135,20 +141,16 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Bytes of one stage without tensor parallelism, per sample where it depends on samples."""
+    """Bytes of parameters and buffers of one stage, without tensor parallelism."""
 
     divided: float
     whole: float
     trained_divided: float
     trained_whole: float
     buffers: float
-    largest_output: float
-    most_saved: float
 
     @classmethod
-    def of(
-        cls, modules: Sequence[nn.Module], costs: Sequence[AtomCost], outer: Sequence[nn.Parameter]
-    ) -> _Held:
+    def of(cls, modules: Sequence[nn.Module], outer: Sequence[nn.Parameter]) -> _Held:
         held = {id(p): p for module in modules for p in module.parameters()}
         held.update({id(p): p for p in outer})
 
@@ -165,21 +167,25 @@ class _Held:
             trained_divided=size(divided=True, trained=True),
             trained_whole=size(divided=False, trained=True),
             buffers=sum(nbytes(b) for module in modules for b in module.buffers()),
-            largest_output=max((cost.output_bytes for cost in costs), default=0),
-            most_saved=max((cost.saved_bytes for cost in costs), default=0),
         )
+
+    def trained(self, tp: int) -> float:
+        """Bytes of the gradients of one step."""
+        return self.trained_divided / tp + self.trained_whole
 
 
 class Estimator:
     """Predicts layouts of one model on one kind of machine."""
 
     def __init__(
-        self, root: nn.Module, atoms: tuple[Atom, ...], analysis: Analysis, setup: Setup
+        self, root: nn.Module, atoms: tuple[Atom, ...], profile: Profile, setup: Setup
     ) -> None:
-        self.root, self.atoms, self.analysis, self.setup = root, atoms, analysis, setup
+        self.root, self.atoms, self.profile, self.setup = root, atoms, profile, setup
+        self.analysis = profile.analysis
         self._modules = {atom.name: atom.module for atom in atoms}
         self._partitions: dict[tuple[int, int], Partition] = {}
         self._stages: dict[int, tuple[_Held, ...]] = {}  # by id of a partition that is kept above
+        self._accumulations: dict[tuple[str, int], float] = {}
 
     @cached_property
     def num_pieces(self) -> int:
@@ -243,20 +249,27 @@ class Estimator:
             layout=layout,
             partition=partition,
             memory=memory,
-            step_s=pipeline_s + self._after_s(layout, graph, memory),
+            step_s=pipeline_s + self._after_s(layout, partition, graph, memory),
             bubble=max(0.0, 1.0 - useful / pipeline_s) if pipeline_s else 0.0,
             timeline=timeline,
         )
 
-    def _after_s(self, layout: Layout, graph: SegmentGraph, memory: Sequence[Memory]) -> float:
+    def _after_s(
+        self,
+        layout: Layout,
+        partition: Partition,
+        graph: SegmentGraph,
+        memory: Sequence[Memory],
+    ) -> float:
         """Seconds of the slowest stage after the pipeline: gradients, then the optimizer."""
         device = self.setup.device
         last_s = _stage_sums(graph, [s.backward_cost for s in graph.segments])
         in_host = self.setup.world_size <= self.setup.gpus_per_host
         found = 0.0
         for stage, part in enumerate(memory):
-            reduce_s = device.all_reduce_s(part.gradients, layout.dp, in_host=in_host)
-            state = 2.0 * (part.parameters + part.optimizer) + part.gradients
+            gradients = self._held(partition)[stage].trained(layout.tp)
+            reduce_s = device.all_reduce_s(gradients, layout.dp, in_host=in_host)
+            state = 2.0 * (part.parameters + part.optimizer) + gradients
             update_s = state / (device.bandwidth * device.bandwidth_share)
             found = max(found, max(0.0, reduce_s - last_s[stage]) + update_s)
         return found
@@ -270,17 +283,21 @@ class Estimator:
         activations: float,
     ) -> Memory:
         held = self._held(partition)[stage]
-        parameters = held.divided / layout.tp + held.whole
-        trained = held.trained_divided / layout.tp + held.trained_whole
+        trained = held.trained(layout.tp)
+        costs = self.profile.costs(layout.microbatch_size, layout.tp)
+        called = dict.fromkeys(self.analysis.order)
+        units = [costs[name] for name in called if partition.stage_of[name] == stage]
+        saved = [_saved_bytes(cost, layout.tp) for cost in units]
         if layout.recompute:
-            activations += held.most_saved * layout.microbatch_size
+            activations += max(saved, default=0.0)
+            saved = [0.0] * len(saved)
         return Memory(
-            parameters=parameters,
-            gradients=trained,
+            parameters=held.divided / layout.tp + held.whole,
+            gradients=2.0 * trained,
             optimizer=self.setup.optimizer_states * trained,
             activations=activations,
             buffers=held.buffers
-            + 2.0 * held.largest_output * layout.microbatch_size
+            + _temporary_bytes(units, saved)
             + self._messages(layout, graph, stage)
             + 2 * min(self.setup.bucket_bytes, trained) * (layout.dp > 1),
             reused=min(trained, activations) if layout.microbatches == 1 else 0.0,
@@ -292,11 +309,7 @@ class Estimator:
             inside = {id(p) for atom in self.atoms for p in atom.module.parameters()}
             outer = [p for p in self.root.parameters() if id(p) not in inside]
             self._stages[key] = tuple(
-                _Held.of(
-                    [self._modules[name] for name in partition.atoms_on(stage)],
-                    [self.analysis.costs[name] for name in partition.atoms_on(stage)],
-                    outer,
-                )
+                _Held.of([self._modules[name] for name in partition.atoms_on(stage)], outer)
                 for stage in range(partition.num_stages)
             )
         return self._stages[key]
@@ -318,42 +331,42 @@ class Estimator:
 
     def _graph(self, layout: Layout, partition: Partition) -> SegmentGraph:
         """One segment for each run of units on one stage, in the order of their calls."""
-        order = tuple(dict.fromkeys(self.analysis.order))
+        costs = self.profile.costs(layout.microbatch_size, layout.tp)
         segments: list[Segment] = []
         edges: list[Edge] = []
-        entering = 0
-        for name in order:
+        entering = 0.0
+        for name in dict.fromkeys(self.analysis.order):
             stage = partition.stage_of[name]
             if not segments or segments[-1].rank != stage:
                 if segments:
-                    cost = self.setup.device.transfer_s(
-                        entering * layout.microbatch_size, in_host=self._is_in_host(layout)
-                    )
+                    cost = self.setup.device.transfer_s(entering, in_host=self._is_in_host(layout))
                     edges.append(Edge(len(segments) - 1, len(segments), True, cost))
                 segments.append(Segment(stage, 0.0, 0.0, True))
-            segments[-1] = self._with_unit(segments[-1], name, layout, entering)
-            entering = self.analysis.costs[name].output_bytes or entering
+            segments[-1] = self._with_unit(segments[-1], name, layout, costs[name], entering)
+            entering = costs[name].output_bytes or entering
         if segments:
-            outer = self.analysis.outer
+            outer = costs[None]
             segments[0] = replace(
                 segments[0],
-                forward_cost=segments[0].forward_cost + outer.forward_s * layout.microbatch_size,
-                backward_cost=segments[0].backward_cost + outer.backward_s * layout.microbatch_size,
+                forward_cost=segments[0].forward_cost + outer.forward_s,
+                backward_cost=segments[0].backward_cost + outer.backward_s,
             )
         return SegmentGraph(layout.pp, tuple(segments), tuple(edges))
 
-    def _with_unit(self, segment: Segment, name: str, layout: Layout, entering: int) -> Segment:
-        cost, size, tp = self.analysis.costs[name], layout.microbatch_size, layout.tp
+    def _with_unit(
+        self, segment: Segment, name: str, layout: Layout, cost: AtomCost, entering: float
+    ) -> Segment:
         reduce_s = 0.0
-        if tp > 1 and cost.parameters:
+        if layout.tp > 1 and self.analysis.costs[name].parameters:
             reduce_s = _REDUCES_PER_UNIT * self.setup.device.all_reduce_s(
-                cost.output_bytes * size, tp, in_host=tp <= self.setup.gpus_per_host
+                cost.output_bytes, layout.tp, in_host=layout.tp <= self.setup.gpus_per_host
             )
-        forward = cost.forward_s * size / tp + reduce_s
-        backward = cost.backward_s * size / tp + reduce_s
-        weight = max(0.0, cost.backward_s - cost.forward_s) * size / tp
-        kept = min(cost.saved_bytes, _UNDIVIDED_OUTPUTS * cost.output_bytes)
-        memory = kept + (cost.saved_bytes - kept) / tp
+        further = 1.0 - 1.0 / layout.microbatches  # of the microbatches
+        added_s = further * self._accumulation_s(name, layout.tp)
+        forward = cost.forward_s + reduce_s
+        backward = cost.backward_s + reduce_s + added_s
+        weight = max(0.0, cost.backward_s - cost.forward_s) + added_s
+        memory = _saved_bytes(cost, layout.tp)
         if layout.recompute:
             backward += forward
             memory = min(memory, entering)
@@ -362,8 +375,35 @@ class Estimator:
             forward_cost=segment.forward_cost + forward,
             backward_cost=segment.backward_cost + backward,
             weight_cost=segment.weight_cost + weight,
-            memory=segment.memory + memory * size,
+            memory=segment.memory + memory,
         )
+
+    def _accumulation_s(self, name: str, tp: int) -> float:
+        """Seconds of adding a unit's gradients to those of earlier microbatches."""
+        key = (name, tp)
+        if key not in self._accumulations:
+            sums = (
+                Kernel("stream", moved=3.0 * nbytes(p) / (tp if p.dim() > 1 else 1))
+                for p in self._modules[name].parameters()
+                if p.requires_grad
+            )
+            self._accumulations[key] = self.profile.device.unit_seconds(sums)
+        return self._accumulations[key]
+
+
+def _temporary_bytes(units: Sequence[AtomCost], saved: Sequence[float]) -> float:
+    """Most that exists beside a stage's activations; those of later units are gone by then."""
+    found = gone = 0.0
+    for cost, kept in zip(reversed(units), reversed(saved), strict=True):
+        found = max(found, cost.temporary_bytes - gone)
+        gone += kept
+    return found
+
+
+def _saved_bytes(cost: AtomCost, tp: int) -> float:
+    """Activations of a unit on a rank of its tensor group."""
+    kept = min(cost.saved_bytes, _UNDIVIDED_OUTPUTS * cost.output_bytes)
+    return kept + (cost.saved_bytes - kept) / tp
 
 
 def _stage_sums(graph: SegmentGraph, values: Sequence[float]) -> list[float]:

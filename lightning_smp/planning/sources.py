@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from lightning_smp.errors import ConfigError
 from lightning_smp.partitioning import Analysis, analyze, fake_batch, find_atoms, new_fake_mode
 from lightning_smp.partitioning.atoms import Atom, is_lightning_module
-from lightning_smp.partitioning.costs import DeviceModel
+from lightning_smp.partitioning.device import DeviceModel
+from lightning_smp.planning.as_gpu import AsGpu
+from lightning_smp.planning.profile import Profile
 
 __all__ = ["PRECISIONS", "Source", "class_source", "hugging_face_source"]
 
@@ -32,6 +35,8 @@ PRECISIONS: Mapping[str, tuple[torch.dtype, torch.dtype | None]] = {
     "bf16-mixed": (torch.float32, torch.bfloat16),
 }
 """Lightning's name -> (type of the parameters, type under autocast)."""
+
+_ANALYSED = (2, 4)  # samples; not 1, for which some copies are views
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +63,30 @@ class Source:
     max_tensor_degree: int | None
     precision: str
 
-    def analyze(self, device: DeviceModel) -> tuple[tuple[Atom, ...], Analysis]:
-        """Runs the step once on fake tensors; returns the atoms and what they cost."""
+    def profile(self, device: DeviceModel) -> tuple[tuple[Atom, ...], Profile]:
+        """Runs the step on fake tensors; returns the atoms and what they cost."""
         atoms = find_atoms(self.root)
+        analyses = {}
+        for samples in _ANALYSED:
+            found = analyses[samples] = self._analyze(atoms, device, samples)
+            if found.reason is not None:
+                return atoms, Profile({samples: found}, device)
+        return atoms, Profile(analyses, device)
+
+    def _analyze(self, atoms: tuple[Atom, ...], device: DeviceModel, samples: int) -> Analysis:
         mode = new_fake_mode()
-        batch = fake_batch(self.batch, mode)
+        batch = fake_batch(_repeated(self.batch, samples), mode)
 
-        def run(copy: nn.Module) -> None:
-            with _autocast(self.precision):
-                self.step(copy, batch)
+        def run(copy: nn.Module) -> Any:
+            with _autocast(self.precision), AsGpu():
+                return self.step(copy, batch)
 
-        return atoms, analyze(self.root, run, atoms, mode=mode, device=device)
+        return analyze(self.root, run, atoms, mode=mode, device=device)
+
+
+def _repeated(batch: Any, samples: int) -> Any:
+    """A batch of more samples: its tensors have one along their first dimension."""
+    return tree_map(lambda tensor: tensor.repeat(samples, *[1] * (tensor.dim() - 1)), batch)
 
 
 def _autocast(precision: str) -> AbstractContextManager[Any]:

@@ -198,11 +198,10 @@ def test_fingerprint_tells_placements_apart() -> None:
 
 
 def test_unequal_model_is_balanced_by_cost() -> None:
-    """A large vocabulary: the head weighs like many blocks."""
-    root = zoo.GPT(8, dim=16, vocab=2048, tied=False)
-    analysis = analyze(
-        root, lambda net: zoo.gpt_step(net, torch.zeros(8, 8, dtype=torch.long)), find_atoms(root)
-    )
+    """A large vocabulary and many tokens: the head weighs like many blocks."""
+    root = zoo.GPT(8, dim=16, vocab=32768, tied=False)
+    ids = torch.zeros(512, 8, dtype=torch.long)
+    analysis = analyze(root, lambda net: zoo.gpt_step(net, ids), find_atoms(root))
     partition = plan(root, 2, analysis, memory_weight=0.0)
     last = [name for name in partition.atoms_on(1) if name.startswith("blocks")]
     assert len(last) < 4
