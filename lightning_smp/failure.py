@@ -5,41 +5,38 @@ the others have seen it, because the store may end with it. The others fail by t
 connection to it breaks; who is blocked in a receive from a healthy rank, which nothing can
 interrupt, is ended by its watching thread after a grace period. A rank that dies without a word is
 known by its silence: every watching thread counts up a number in the store. Losing the store is a
-failure too, unless its host has said good-bye.
+failure too, unless its host has said good-bye. Ranks that wait for each other for ever, or for one
+that has ended its script, are found by the watching threads as well: see `roll_call`.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import re
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
-from typing import Any, Final
+from typing import Final
 
 import torch.distributed as dist
 
-from lightning_smp.errors import SMPError
+from lightning_smp.calls import Call, Calls, is_loss
+from lightning_smp.failure_board import ANSWER_S, Board
+from lightning_smp.roll_call import STUCK, RollCall
+from lightning_smp.topology import Topology
 
-__all__ = ["FailureWatch"]
+__all__ = ["FailureWatch", "ended_script"]
 
 _POLL_S: Final = 0.25
 _HEARD_S: Final = 5.0  # a failed rank waits so long for the others to see its message
 _SILENCE_S: Final = 1.5  # six missed beats
 _GRACE_S: Final = 3.0  # time to fail by oneself after another rank's failure
+_STUCK_GRACE_S: Final = 1.0  # the same for a rank that waits for ever, which will not
 _OWN_GRACE_S: Final = 60.0  # time for callbacks and loggers after one's own failure
-_STORE_S: Final = 6.0  # the store's host may be stopped: nothing waits longer for its answer
 _EXIT_CODE: Final = 70
 _HOST: Final = 0  # holds the store, unless the launcher does
-# Messages of gloo, NCCL and the store: who has such an error has usually lost another rank.
-_CONNECTION: Final = re.compile(
-    r"gloo|nccl|connection (closed|reset|refused)|timed out waiting|broken pipe|socket timeout",
-    re.IGNORECASE,
-)
 
 
 class FailureWatch:
@@ -50,15 +47,21 @@ class FailureWatch:
 
     Args:
         rank: this rank.
+        calls: its calls, which are counted from here on.
+        topology: the grid of all ranks.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, calls: Calls, topology: Topology) -> None:
         self._rank = rank
-        self._others = [r for r in range(dist.get_world_size()) if r != rank]
+        self._others = [r for r in range(topology.size) if r != rank]
         store = dist.distributed_c10d._get_default_store()
         run = store.add(f"lightning_smp/runs/{rank}", 1)
-        self._board = _Board(store, run)
-        self._own = _Board(store, run)  # the thread's, since a call of it may hang
+        self._board = Board(store, run)
+        self._own = Board(store, run)  # the thread's, since a call of it may hang
+        calls.restart()
+        self._calls = calls
+        self._roll = RollCall(rank, calls, topology, self._own)
+        calls.explain = self._explain
         self._stop = threading.Event()
         self._reported_s: float | None = None
         self._seen: str | None = None  # by the thread; the store may end right after
@@ -69,15 +72,18 @@ class FailureWatch:
 
         Adds notes to the error and writes them to stderr: where it happened and, if it is about a
         lost connection, which rank failed first or is silent. Takes a few seconds at most.
+        Who ends the script by `sys.exit` has not failed, but it leaves.
         """
-        if self._reported_s is not None:
+        if isinstance(error, SystemExit):
+            self.close(ended_script(error))
+        if self._reported_s is not None or self._stop.is_set():
             return
         self._reported_s = time.monotonic()
         where = f"on rank {self._rank} (stage {stage}{', ' + position if position else ''})"
         _add_note(error, where)
         what = f"{type(error).__name__}: {error}"
         found: list[str] = []
-        _bounded(lambda: found.extend(self._tell(where, what, is_loss=_is_loss(error))))
+        _bounded(lambda: found.extend(self._tell(where, what, is_loss=is_loss(error))))
         lines = [f"failure {where}: {what}", *found]
         for note in found:
             _add_note(error, note)
@@ -91,15 +97,18 @@ class FailureWatch:
         except RuntimeError:  # the store is gone
             return None
 
-    def close(self) -> None:
-        """Stops watching."""
+    def close(self, end: str) -> None:
+        """Stops watching.
+
+        Args:
+            end: how this rank came to its end, for those who wait for it.
+        """
         if self._stop.is_set():
             return
         self._stop.set()
+        _bounded(lambda: self._board.leave(self._rank, end, self._calls.where()))
         if self._rank == _HOST and self._reported_s is None:
             atexit.register(self._say_goodbye)
-        else:
-            _bounded(lambda: self._board.leave(self._rank))
 
     # ---- the failing rank -------------------------------------------------------------------
 
@@ -116,7 +125,7 @@ class FailureWatch:
                 self._await(lambda: self._board.heard() >= len(self._others), _HEARD_S)
             elif not first.endswith(what):  # or all ranks refuse the same
                 found.append(f"the first failure was {first}")
-            return found
+            return found + (self._roll.others(self._board) if is_loss and not found else [])
         except RuntimeError as error:
             if self._seen is not None:
                 return [f"the first failure was {self._seen}"]
@@ -135,8 +144,15 @@ class FailureWatch:
     def _say_goodbye(self) -> None:
         """The host's end, and the store's, is not a failure for those who still work."""
         with suppress(RuntimeError):  # there is no store any more
-            self._board.leave(self._rank)
-            self._await(lambda: all(map(self._board.has_left, self._others)), _HEARD_S)
+            self._board.end_store()
+            self._await(lambda: not any(map(self._board.needs_store, self._others)), _HEARD_S)
+
+    def _explain(self, call: Call) -> str | None:
+        """Why a call lost its connection, if other ranks did not fail but went elsewhere."""
+        failure = self._seen or self.first_failure()
+        if failure is not None:
+            return failure if failure.startswith(STUCK) else None
+        return self._roll.why_lost(call, self._board)
 
     def _await(self, condition: Callable[[], bool], limit_s: float) -> None:
         deadline_s = time.monotonic() + limit_s
@@ -146,31 +162,43 @@ class FailureWatch:
     # ---- the watching thread ----------------------------------------------------------------
 
     def _watch(self) -> None:
-        host_has_left = False
+        has_store, is_released = True, False
         failure = None
         while failure is None:
             if self._stop.wait(_POLL_S):
                 return
+            if not has_store:
+                failure = self._seen = self._roll.beat_alone()
+                continue
             try:
-                self._own.beat(self._rank)
-                failure = self._seen = self._own.failure()
-                if failure is None and not host_has_left and self._own.has_left(_HOST):
-                    host_has_left = True
-                    self._own.leave(self._rank)
+                failure = self._seen = self._look()
+                if not is_released and self._own.store_ends():
+                    self._roll.note_end(_HOST)
+                    self._own.release(self._rank)
+                    is_released = True
             except RuntimeError as error:
-                if host_has_left:
-                    return
-                # Who cannot see another rank's failure must not wait for it.
-                failure = f"the loss of rank {_HOST} or the launcher: {_first_line(error)}"
+                has_store = False
+                if not is_released:
+                    # Who cannot see another rank's failure must not wait for it.
+                    failure = f"the loss of rank {_HOST} or the launcher: {_first_line(error)}"
         self._end(failure)
+
+    def _look(self) -> str | None:
+        """Gives a sign of life; returns the first failure, which may be found here."""
+        self._own.beat(self._rank)
+        failure = self._own.failure()
+        if failure is None and (stuck := self._roll.beat()) is not None:
+            failure = self._own.post(stuck)
+        return failure
 
     def _end(self, failure: str) -> None:
         with suppress(RuntimeError):
             self._own.hear()
         seen_s = time.monotonic()
+        grace_s = _STUCK_GRACE_S if failure.startswith(STUCK) else _GRACE_S
         while not self._stop.wait(_POLL_S):
             own_s = self._reported_s
-            limit_s = seen_s + _GRACE_S if own_s is None else own_s + _OWN_GRACE_S
+            limit_s = seen_s + grace_s if own_s is None else own_s + _OWN_GRACE_S
             if time.monotonic() < limit_s:
                 continue
             sys.stderr.write(
@@ -180,56 +208,14 @@ class FailureWatch:
             os._exit(_EXIT_CODE)
 
 
-class _Board:
-    """What the ranks of one run write to the store for each other.
+def ended_script(end: SystemExit | None = None) -> str:
+    """How a rank came to its end whose script ended without an error.
 
-    Every method raises RuntimeError where the store is gone, and waits where its host is stopped.
+    Args:
+        end: by which it ended, if it did.
     """
-
-    def __init__(self, store: Any, run: int) -> None:
-        self._store = store.clone()
-        self._store.set_timeout(timedelta(seconds=_STORE_S))
-        self._prefix = f"lightning_smp/run{run}"
-
-    def post(self, text: str) -> str:
-        """Writes a failure, unless there is one; returns the first."""
-        return str(self._store.compare_set(f"{self._prefix}/failure", "", text), "utf-8")
-
-    def failure(self) -> str | None:
-        """The first failure."""
-        key = f"{self._prefix}/failure"
-        return str(self._store.get(key), "utf-8") if self._store.check([key]) else None
-
-    def hear(self) -> None:
-        """Counts a rank that knows of the failure."""
-        self._store.add(f"{self._prefix}/heard", 1)
-
-    def heard(self) -> int:
-        """How many other ranks know of the failure."""
-        return int(self._store.add(f"{self._prefix}/heard", 0))
-
-    def beat(self, rank: int) -> None:
-        """A sign of life."""
-        self._store.add(f"{self._prefix}/beat/{rank}", 1)
-
-    def beats(self, ranks: list[int]) -> dict[int, int]:
-        """How many signs of life each rank has given."""
-        return {rank: self._store.add(f"{self._prefix}/beat/{rank}", 0) for rank in ranks}
-
-    def leave(self, rank: int) -> None:
-        """From now on the rank needs nothing from here."""
-        self._store.set(f"{self._prefix}/left/{rank}", "1")
-
-    def has_left(self, rank: int) -> bool:
-        """Whether the rank needs nothing more."""
-        return bool(self._store.check([f"{self._prefix}/left/{rank}"]))
-
-
-def _is_loss(error: BaseException) -> bool:
-    """Whether an error may be the mere consequence of another rank's end."""
-    if isinstance(error, SMPError) or not isinstance(error, RuntimeError):
-        return False
-    return isinstance(error, dist.DistError) or bool(_CONNECTION.search(str(error)))
+    code = 0 if end is None or end.code is None else end.code
+    return f"ended its script (exit code {code if isinstance(code, int) else 1})"
 
 
 def _first_line(error: BaseException) -> str:
@@ -247,4 +233,4 @@ def _bounded(function: Callable[[], object]) -> None:
     """Calls a function, and leaves it alone where it does not end in time."""
     helper = threading.Thread(target=function, name="smp-report", daemon=True)
     helper.start()
-    helper.join(_STORE_S)
+    helper.join(ANSWER_S)

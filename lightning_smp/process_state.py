@@ -6,10 +6,11 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from lightning_smp.calls import Calls
 from lightning_smp.errors import SMPError
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class State:
         step_functions: how many functions `smp.step` has decorated.
         in_step: whether a function decorated with `smp.step` runs.
         module_manager: where clients look for translations of state dicts.
+        calls: where this rank is in the run's collectives.
+        end: how the script came to its end, in words; None where that is not known.
     """
 
     def __init__(self) -> None:
@@ -58,6 +61,8 @@ class State:
         self.in_step = False
         self.step_functions = 0
         self.module_manager = ModuleManager()
+        self.calls = Calls()
+        self.end: str | None = None
         self._model: weakref.ref[DistributedModel] | None = None
         self._optimizer: weakref.ref[DistributedOptimizer] | None = None
         self._tensor_parallel: TensorParallel | None = None
@@ -133,6 +138,11 @@ class State:
     @optimizer.setter
     def optimizer(self, optimizer: DistributedOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
+
+    @property
+    def replica_axis(self) -> Literal["pp", "mp"]:
+        """The ranks that run a step together."""
+        return "pp" if self.groups.tp_size == 1 else "mp"
 
     @property
     def local_rank(self) -> int:

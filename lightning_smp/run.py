@@ -17,6 +17,8 @@ from typing import Final
 
 from lightning_smp.compat import install
 from lightning_smp.errors import ConfigError
+from lightning_smp.failure import ended_script
+from lightning_smp.process_state import state
 
 __all__ = ["main"]
 
@@ -43,7 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     install()
-    runpy.run_path(script, run_name="__main__")
+    state.end = ended_script()
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        state.end = ended_script(end)
+        raise
 
 
 def prepare(arguments: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:

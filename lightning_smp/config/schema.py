@@ -149,9 +149,7 @@ class SMPConfig:
     ddp_port: int | None = key(
         Whole(0),
         None,
-        "port for the process group",
-        support=Support.PLANNED,
-        instead="Remove it and set the environment variable MASTER_PORT.",
+        "scripts: port at which the ranks meet, where the launcher names none by MASTER_PORT",
     )
     ddp_dist_backend: Literal["auto", "nccl"] = key(
         Choice(("auto", "nccl")),
@@ -198,7 +196,7 @@ class SMPConfig:
         False,
         "distributed modules are made in float16",
         support=Support.PLANNED,
-        instead='Remove it and use Trainer(precision="16-true").',
+        instead='Remove it and use fp16=True in a script, Trainer(precision="16-true") elsewhere.',
     )
 
     # --- sharding and memory

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_smp.config import SMPConfig
-from lightning_smp.errors import ConfigError
+from lightning_smp.errors import CommunicationError, ConfigError
 from lightning_smp.groups import Groups
 from lightning_smp.wire import all_gather_objects
 
-__all__ = ["compare_configurations"]
+__all__ = ["compare_configurations", "different_calls"]
 
 
 def compare_configurations(config: SMPConfig, groups: Groups) -> None:
@@ -28,3 +29,18 @@ def compare_configurations(config: SMPConfig, groups: Groups) -> None:
             f"the ranks were given different configurations: by rank, {values}. Give every rank "
             "the same arguments and the same SMP_CONFIG."
         )
+
+
+def different_calls(ranks: Sequence[int], texts: Sequence[str]) -> CommunicationError:
+    """The error of ranks that came to different calls.
+
+    Args:
+        ranks: global ranks.
+        texts: what each is about to do.
+    """
+    said = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, texts, strict=True))
+    return CommunicationError(
+        f"the ranks came to different calls: {said}. All ranks of a group must make the group's "
+        "calls, in one order; look for code that depends on the rank, and for ranks with different "
+        "numbers of batches."
+    )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 
-from lightning_smp.batch_digest import DIGEST_BYTES, batch_digest
+from lightning_smp.batch_digest import batch_digest
+from lightning_smp.deploy.agreement import different_calls
 from lightning_smp.errors import CommunicationError
-from lightning_smp.wire.encode import tensor_bytes
+from lightning_smp.wire import compare
 
 __all__ = ["SameBatch", "check_same_batch"]
 
@@ -73,15 +73,16 @@ def check_same_batch(
     Raises:
         CommunicationError: digests differ; names the ranks and what to do.
     """
-    assert len(digest) == DIGEST_BYTES, "made by batch_digest"
-    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    found = [torch.empty_like(own) for _ in ranks]
-    dist.all_gather(found, own, group)
+    what = f"the batch of step {step}"
+    digests, texts = compare(digest, what, group)
+    if not texts:
+        return
+    if any(text != what for text in texts):
+        raise different_calls(ranks, texts)
     ranks_of: dict[bytes, list[int]] = {}
-    for rank, value in zip(ranks, found, strict=True):
-        ranks_of.setdefault(tensor_bytes(value), []).append(rank)
-    if len(ranks_of) > 1:
-        _raise_different(list(ranks_of.values()), step, advice)
+    for rank, value in zip(ranks, digests, strict=True):
+        ranks_of.setdefault(value, []).append(rank)
+    _raise_different(list(ranks_of.values()), step, advice)
 
 
 def _raise_different(parts: list[list[int]], step: int, advice: str) -> None:

@@ -54,6 +54,11 @@ class StrategyState:
                 "fp16 = True: it is for scripts, where smp.DistributedOptimizer scales the loss. "
                 'In a LightningModule use Trainer(precision="16-mixed").'
             )
+        if config.ddp_port is not None:
+            raise ConfigError(
+                f"ddp_port = {config.ddp_port}: it is for scripts. Under a Trainer the launcher "
+                "chooses the port: remove it, or set the environment variable MASTER_PORT."
+            )
         self.config = config
         self._backend = backend
         self._num_nodes = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -100,7 +101,7 @@ class Environment(StrategyState):
             compare_configurations(self.config, self._groups)
         state.start(self.config, self._groups, self.root_device, self._backend)
         if self._watch is None:
-            self._watch = FailureWatch(self.global_rank)
+            self._watch = FailureWatch(self.global_rank, state.calls, self._groups.topology)
 
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks why this one stops."""
@@ -109,7 +110,10 @@ class Environment(StrategyState):
             self._watch.report(exception, self.groups.pp_rank, where)
 
     def _replace_sigterm_handler(self, trainer: Any) -> None:
-        """Lightning's own one broadcasts while the other ranks are in the middle of a step."""
+        """Lightning's own one broadcasts while the other ranks are in the middle of a step.
+
+        What it broadcasts before each batch goes past the strategy; it becomes a call like others.
+        """
         connector = trainer._signal_connector
 
         def note(signum: int, frame: Any) -> None:
@@ -118,12 +122,22 @@ class Environment(StrategyState):
             connector.received_sigterm = True  # looked at after each batch
 
         connector._sigterm_notifier_fn = note
+        loop = trainer.fit_loop.epoch_loop
+        own = getattr(type(loop), "_broadcast_sigterm_tensor", None)
+        if own is not None:
+
+            def broadcast() -> None:
+                with state.calls.collective("the exchange of signals", "world"):
+                    own(loop)
+
+            loop._broadcast_sigterm_tensor = broadcast
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces over the replicas. Collective over ``group``, by default over dp."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
-        if group is None:
+        is_own = group is None
+        if is_own:
             self._meet("reduce")
         group = self._replicas(group)
         size = dist.get_world_size(group)
@@ -135,42 +149,52 @@ class Environment(StrategyState):
         reduced = tensor.to(self.root_device).contiguous().clone()
         if mean and not reduced.is_floating_point():
             reduced = reduced.to(torch.get_default_dtype())
-        dist.all_reduce(reduced, op=op, group=group)
+        with self._calling("reduce") if is_own else nullcontext():
+            dist.all_reduce(reduced, op=op, group=group)
         return reduced.div_(size) if mean else reduced
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all (or any) ranks of the world say yes. Collective over the world."""
         self._meet("reduce_boolean_decision")
         count = torch.tensor(int(decision))
-        dist.all_reduce(count, group=self.groups.world_control)
+        with state.calls.collective("reduce_boolean_decision", "world"):
+            dist.all_reduce(count, group=self.groups.world_control)
         return int(count) == dist.get_world_size() if all else int(count) > 0
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> Any:
         """Gathers from the replicas, [dp, ...]. Collective over ``group``, by default over dp."""
-        if group is None:
+        is_own = group is None
+        if is_own:
             self._meet("all_gather")
         module = self._import_fabric("utilities.distributed")
-        return module._all_gather_ddp_if_available(
-            tensor, group=self._replicas(group), sync_grads=sync_grads
-        )
+        with self._calling("all_gather") if is_own else nullcontext():
+            return module._all_gather_ddp_if_available(
+                tensor, group=self._replicas(group), sync_grads=sync_grads
+            )
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks. Collective over the world."""
         self._meet("barrier")
         if dist.is_initialized() and self._groups is not None:
-            dist.barrier(group=self.groups.world_control)
+            with state.calls.collective("barrier", "world"):
+                dist.barrier(group=self.groups.world_control)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of global rank ``src``, sent as plain data. Collective over the world."""
         self._meet("broadcast")
         if self._groups is None or dist.get_world_size() == 1:
             return obj
-        return broadcast_object(obj, src, self.groups.world_control)
+        with state.calls.collective("broadcast", "world"):
+            return broadcast_object(obj, src, self.groups.world_control)
 
     def _meet(self, what: str) -> None:
         """Notices a rank that is out of data before its tensor group waits for it."""
         if self._deployment is not None and dist.is_initialized():
             self._deployment.meet(what)
+
+    def _calling(self, what: str) -> AbstractContextManager[None]:
+        """A call of this stage's replicas."""
+        return state.calls.collective(what, "rdp" if self.config.prescaled_batch else "dp")
 
     def _replicas(self, group: Any) -> Any:
         if group is None or group is dist.group.WORLD:

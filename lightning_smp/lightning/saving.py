@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_smp.errors import CheckpointError
 from lightning_smp.lightning.environment import Environment
+from lightning_smp.process_state import state
 from lightning_smp.weights.checkpoint import (
     gather_optimizer_state,
     gather_state_dict,
@@ -30,7 +31,8 @@ class Saving(Environment):
         self._require_all_ranks()
         if self._deployment is None or not self._deployment.holds_part:
             return dict(self.lightning_module.state_dict())
-        with self._deployment.gathering():
+        call = state.calls.collective("lightning_module_state_dict", state.replica_axis)
+        with call, self._deployment.gathering():
             return gather_state_dict(self.lightning_module, self.ownership, self._links())
 
     def _require_all_ranks(self) -> None:
@@ -53,7 +55,8 @@ class Saving(Environment):
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if not self.deployment.holds_part:
             return dict(optimizer.state_dict())
-        return gather_optimizer_state(optimizer, self.ownership, self._links())
+        with state.calls.collective("optimizer_state", state.replica_axis):
+            return gather_optimizer_state(optimizer, self.ownership, self._links())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads this stage's part of a whole state dict."""
@@ -64,8 +67,8 @@ class Saving(Environment):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads this stage's part of whole optimizer states."""
         states = checkpoint["optimizer_states"]
-        for optimizer, state in zip(self.optimizers, states, strict=False):
-            load_optimizer_state(optimizer, state, self.ownership)
+        for optimizer, given in zip(self.optimizers, states, strict=False):
+            load_optimizer_state(optimizer, given, self.ownership)
         if self.deployment.is_split or self.groups.pp_size == 1:
             self._optimizers_to_device(self.root_device)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_smp.batch import Microbatch, split_batch
-from lightning_smp.batch_merge import merge_outputs
+from lightning_smp.batch_merge import merge_outputs, weighted_mean
 from lightning_smp.deploy.deployment import Deployment
 from lightning_smp.engine import StepPlan
 from lightning_smp.errors import UnsupportedError
@@ -85,18 +85,22 @@ class Stepper:
             body = self._body(name, args, buffer)
             bodies = [lambda m=m: body(m, pieces[m]) for m in range(len(pieces))]
 
+            def wanted(results: list[Any]) -> list[torch.Tensor]:
+                return [*iter_tensors(results), *buffer.values()]
+
+            seeds = _Seeds(loss_scale)
+
             def loss_seed(m: int, result: Any) -> torch.Tensor | None:
                 loss = loss_of(result)
                 if loss is None:
                     return None
                 weight = _weight_of(result)
-                share = pieces[m].num_samples / total if weight is None else weight
-                return _seed(loss, share, loss_scale)
+                return seeds.seed(loss, pieces[m].num_samples / total if weight is None else weight)
 
             plan = StepPlan(
                 name=name, bodies=bodies, seed=seed,
                 specs=[self._spec(name, piece.value, backward) for piece in pieces],
-                loss_of=loss_of if backward else None,
+                loss_of=loss_of if backward else None, wanted=wanted,
                 loss_seed=loss_seed if backward else None,
                 record=around_backward is not None, around_backward=around_backward,
                 on_final=None if on_final is None
@@ -122,7 +126,7 @@ class Stepper:
 
     def _spec(self, name: str, batch: Any, backward: bool) -> Any:
         """What a microbatch's shapes depend on."""
-        shapes = tuple((tuple(t.shape), t.dtype) for t in iter_tensors(batch))
+        shapes = tuple([(t.shape, t.dtype) for t in iter_tensors(batch)])
         return (name, shapes, torch.is_grad_enabled(), self.deployment.module.training, backward)
 
     def _conclude(
@@ -152,24 +156,48 @@ def _weight_of(result: Any) -> Any:
     return result.get("loss_weight") if isinstance(result, Mapping) else None
 
 
-def _seed(loss: torch.Tensor, share: Any, scale: float) -> torch.Tensor | None:
-    """The gradient of one microbatch's loss, on the rank that holds it."""
-    if isinstance(loss, PlacedTensor):
-        local = loss._value.local
-        if local is None:
-            return None
-        loss = local
-    if isinstance(share, PlacedTensor):
-        held = share._value.local
-        if held is None:
-            raise UnsupportedError(
-                "training_step returned a `loss_weight` that was computed on another stage than "
-                "the loss. Compute it from the batch, or from the tensors that the loss comes from."
-            )
-        share = held.detach()
-    if isinstance(share, torch.Tensor):
-        return (share.to(loss.dtype) * scale).expand_as(loss).contiguous()
-    return torch.full_like(loss, float(share) * scale)
+class _Seeds:
+    """The gradients of a batch's losses; those that are equal are one tensor.
+
+    Args:
+        scale: factor of every gradient.
+    """
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+        self._known: dict[Any, torch.Tensor] = {}
+
+    def seed(self, loss: torch.Tensor, share: Any) -> torch.Tensor | None:
+        """The gradient of one microbatch's loss, on the rank that holds it.
+
+        Args:
+            loss: the loss.
+            share: of the batch's mean, a number or a tensor.
+        """
+        if isinstance(loss, PlacedTensor):
+            local = loss._value.local
+            if local is None:
+                return None
+            loss = local
+        if isinstance(share, PlacedTensor):
+            share = _local_weight(share)
+        if isinstance(share, torch.Tensor):
+            return (share.to(loss.dtype) * self._scale).expand_as(loss).contiguous()
+        key = (share, loss.shape, loss.dtype)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = torch.full_like(loss, float(share) * self._scale)
+        return found
+
+
+def _local_weight(weight: PlacedTensor) -> torch.Tensor:
+    held = weight._value.local
+    if held is None:
+        raise UnsupportedError(
+            "training_step returned a `loss_weight` that was computed on another stage than "
+            "the loss. Compute it from the batch, or from the tensors that the loss comes from."
+        )
+    return held.detach()
 
 
 def _check_result(result: Any) -> None:
@@ -219,12 +247,8 @@ def _merge_losses(results: list[Any], sizes: list[int], total: int) -> StepOutpu
     weight = sum(weights)
     if len(losses) == 1:
         loss = losses[0]
-    elif weight == 0:
-        loss = losses[0] * 0
     else:
-        loss = sum(
-            loss * (w / weight) for loss, w in zip(losses, weights, strict=True)
-        )  # fmt: skip
+        loss = weighted_mean(losses, weights) if weight else losses[0] * 0
     scale = 1.0 if not weighted else (1.0 / weight if weight else 0.0)
     if isinstance(results[0], Mapping):
         extra = [

@@ -21,6 +21,7 @@ from lightning_smp.lightning.handoff import GradientStash, KnownGradient, hand_o
 from lightning_smp.lightning.saving import Saving
 from lightning_smp.lightning.stepper import StepOutput, Stepper
 from lightning_smp.lightning.timelines import log_timeline
+from lightning_smp.process_state import state
 from lightning_smp.weights.clip import global_clip
 from lightning_smp.weights.sharing import WeightAgreement
 
@@ -39,6 +40,10 @@ class Steps(Saving):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's step, forward and backward. Collective over the world."""
+        with state.calls.collective("training_step", state.replica_axis):
+            return self._training_step(*args, **kwargs)
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         args = self._same_batch((*args, *kwargs.values()))
         self._ensure_ready("training_step", self._first_piece(args))
         loop = self._trainer.fit_loop
@@ -60,7 +65,8 @@ class Steps(Saving):
                     on_final=None if reducer is None else reducer.ready,
                 )  # fmt: skip
             if reducer is not None:
-                reducer.finish(output.weight)
+                with state.calls.collective("the reduction of gradients", "dp"):
+                    reducer.finish(output.weight)
         except BaseException:
             stash.restore()
             raise
@@ -186,8 +192,9 @@ class Steps(Saving):
         """Sums the gradients of replicas and mirrored parameters. Collective over the world."""
         reducer = self.deployment.reducer()
         if reducer.communicates:
-            reducer.start(None)
-            reducer.finish()
+            with state.calls.collective("the reduction of gradients", "dp"):
+                reducer.start(None)
+                reducer.finish()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -207,7 +214,9 @@ class Steps(Saving):
         runtime = self.deployment.runtime
         run = None if runtime is None else runtime.active_run()
         outside = nullcontext() if run is None else run.context.outside_outer_mode()
-        with global_clip(self.ownership, group), outside:
+        axis = state.replica_axis
+        clips = global_clip(self.ownership, group, lambda what: state.calls.collective(what, axis))
+        with clips, outside:
             result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
         if self._rebalancer is not None and self._rebalancer.is_due:
             self._rebalancer.run(self.optimizers)  # all gradients are summed here
@@ -228,8 +237,9 @@ class Steps(Saving):
         return self._evaluate("predict_step", (*args, *kwargs.values()))
 
     def _evaluate(self, name: str, args: tuple[Any, ...]) -> Any:
-        args = self._same_batch(args)
-        with no_inference_mode():
+        call = state.calls.collective(name, state.replica_axis)
+        with no_inference_mode(), call:
+            args = self._same_batch(args)
             self._ensure_ready(name, self._first_piece(args))
             self._steps_evaluated += 1
             self.deployment.is_last_batch = False  # loops of evaluation end in other collectives

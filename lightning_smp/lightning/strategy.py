@@ -23,6 +23,7 @@ from lightning_smp.errors import UnsupportedError
 from lightning_smp.lightning.refusals import check_trainer
 from lightning_smp.lightning.steps import Steps
 from lightning_smp.placed.metrics import find_metrics
+from lightning_smp.process_state import state
 from lightning_smp.weights.clip import clip_grad_norm
 
 __all__ = ["StrategyCore", "make_strategy_class"]
@@ -250,7 +251,8 @@ class StrategyCore(Steps):
 
     def _clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         parameters = self.precision_plugin.main_params(optimizer)
-        clip_grad_norm(parameters, clip_val, self.ownership, self.deployment.norm_group)
+        with state.calls.collective("clip_gradients", state.replica_axis):
+            clip_grad_norm(parameters, clip_val, self.ownership, self.deployment.norm_group)
 
     def _seed_replica(self) -> None:
         """Seeds by dp_rank and gives all stages of a replica one random state."""
@@ -266,10 +268,11 @@ class StrategyCore(Steps):
             with precision():
                 return getattr(copy, name)(batch, *args[1:])
 
-        self.deployment.ensure_ready(
-            call, args[0], optimizers=self.optimizers,
-            say=self._import("utilities.rank_zero").rank_zero_info,  # Lightning's log is shown
-        )  # fmt: skip
+        with state.calls.collective("the placing of the model", "world"):
+            self.deployment.ensure_ready(
+                call, args[0], optimizers=self.optimizers,
+                say=self._import("utilities.rank_zero").rank_zero_info,  # Lightning's log is shown
+            )  # fmt: skip
         if self.deployment.is_split and not was_split:
             self._optimizers_to_device(self.root_device)
 
@@ -281,7 +284,7 @@ class StrategyCore(Steps):
     def teardown(self) -> None:
         """Moves what this rank holds to the host."""
         if self._watch is not None:
-            self._watch.close()
+            self._watch.close("is through with its Trainer's run")
             self._watch = None
         host = torch.device("cpu")
         self._optimizers_to_device(host)

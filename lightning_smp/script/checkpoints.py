@@ -15,6 +15,7 @@ from torch import nn
 from lightning_smp.errors import CheckpointError, ConfigError, SMPError
 from lightning_smp.process_state import state
 from lightning_smp.script.checkpoint_files import CheckpointFolder, tag_of
+from lightning_smp.script.meeting import meeting
 from lightning_smp.script.partial import PARTIAL_KEY, merge
 from lightning_smp.script.saving import file_suffix, read_file, whole_file
 from lightning_smp.wire import all_gather_objects
@@ -70,11 +71,12 @@ def save_checkpoint(
             f"checkpoint is kept. Use 1 or more, or None to keep all."
         )
     folder = CheckpointFolder(path)
-    if partial:
-        parts = {"model": model, "optimizer": optimizer}
-        _save_partial(folder, tag, parts, user_content, num_kept_partial_checkpoints)
-    else:
-        _save_full(folder, tag, model, user_content, translate_if_full)
+    with meeting("smp.save_checkpoint()", "world"):
+        if partial:
+            parts = {"model": model, "optimizer": optimizer}
+            _save_partial(folder, tag, parts, user_content, num_kept_partial_checkpoints)
+        else:
+            _save_full(folder, tag, model, user_content, translate_if_full)
 
 
 def resume_from_checkpoint(

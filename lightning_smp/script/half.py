@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_smp.deploy.deployment import Deployment
 from lightning_smp.errors import ConfigError
+from lightning_smp.process_state import state
 from lightning_smp.weights.clip import total_norm
 
 __all__ = ["LossScale", "MasterWeights", "make_loss_scale", "to_float", "to_half"]
@@ -161,7 +162,8 @@ class MasterWeights:
             if gradient is not None:
                 bad += (~torch.isfinite(gradient)).any()
         if self._deployment.groups.world_size > 1:
-            dist.all_reduce(bad, group=self._deployment.groups.world)
+            with state.calls.collective("the check for overflow", "world"):
+                dist.all_reduce(bad, group=self._deployment.groups.world)
         self.overflow = bool(bad)
 
     def clip(self, max_norm: float) -> float:
@@ -174,7 +176,8 @@ class MasterWeights:
             for parameter, master in self._pairs()
             if master.grad is not None and deployment.ownership.counts_here(parameter)
         ]
-        norm = total_norm(counted, deployment.norm_group, deployment.device)
+        with state.calls.collective("clip_master_grads()", state.replica_axis):
+            norm = total_norm(counted, deployment.norm_group, deployment.device)
         factor = max_norm / (norm + 1e-6)
         if factor < 1.0:
             for _, master in self._pairs():

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_smp.errors import CommunicationError
+from lightning_smp.process_state import state
 
 if TYPE_CHECKING:
     from lightning_smp.script.replicas import Replicas
@@ -97,7 +98,8 @@ class Joining:
         """What the active ranks are about to do."""
         row = torch.zeros(self._groups.world_size, dtype=torch.int64)
         row[self._groups.rank] = mine
-        dist.all_reduce(row, group=self._groups.world_control)
+        with state.calls.collective("model.join()", "world"):
+            dist.all_reduce(row, group=self._groups.world_control)
         said: list[int] = row.tolist()
         active = [rank for rank, what in enumerate(said) if what > _THROUGH]
         self._check(said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ _LAUNCHERS: Final = (
     ),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and its relatives
 )  # fmt: skip
+_LOOPBACK: Final = "127.0.0.1"
 _JOBS: Final = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "HYDI_CONTROL_FD")
 """What tells one run of mpirun from another."""
 
@@ -67,7 +69,8 @@ def rendezvous(
 
     Args:
         place: this process.
-        port: a port that the configuration names; where the launcher names one, that counts.
+        port: a port that the configuration names, 0 for none; the launcher's counts if it names
+            one.
         environ: environment variables.
 
     Raises:
@@ -75,15 +78,13 @@ def rendezvous(
     """
     if place.size == 1 and "MASTER_PORT" not in environ:
         return {"store": torch_c10d.HashStore(), "rank": 0, "world_size": 1}
-    address = environ.get("MASTER_ADDR")
-    if address is None and place.local_size == place.size:
-        address = "127.0.0.1"
-    given = environ.get("MASTER_PORT", port)
+    address, given = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", port or None)
     if address is not None and given is not None:
-        method = f"tcp://{address}:{given}"
-        if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-            method = "env://"
+        method = "env://" if "MASTER_PORT" in environ else f"tcp://{address}:{given}"
         return {"init_method": method, "rank": place.rank, "world_size": place.size}
+    if given is not None and place.local_size == place.size:
+        store = _loopback_store(place, int(given))
+        return {"store": store, "rank": place.rank, "world_size": place.size}
     job = next((environ[name] for name in _JOBS if name in environ), None)
     if place.local_size == place.size and job is not None:
         store = torch_c10d.FileStore(str(_job_file(job)), place.size)
@@ -92,6 +93,22 @@ def rendezvous(
         f"smp.init(): rank {place.rank} of {place.size} does not know where the others are. Start "
         "with torchrun, or set MASTER_ADDR and MASTER_PORT for all ranks, for example with "
         "mpirun -x MASTER_ADDR=host -x MASTER_PORT=port."
+    )
+
+
+def _loopback_store(place: Place, port: int) -> torch_c10d.Store:
+    """A store that only this node can reach; torch's own would listen on all its interfaces."""
+    listener = None
+    if place.rank == 0:
+        try:
+            listener = socket.create_server((_LOOPBACK, port)).detach()
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"smp.init(): port {port} cannot be opened ({error}). Give another ddp_port or "
+                "MASTER_PORT, or none under torchrun and mpirun on one node."
+            ) from None
+    return torch_c10d.TCPStore(
+        _LOOPBACK, port, place.size, listener is not None, master_listen_fd=listener
     )
 
 

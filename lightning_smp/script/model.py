@@ -92,6 +92,7 @@ class DistributedModel(LocalParts, TensorParts, Rebalancing, nn.Module):  # type
         if config.fp16:
             module = module.half()
         self.module = replace_modules(module, config)
+        _offer_original_forwards(self.module)
         self.deployment = Deployment(self.module, config, state.groups, state.device, state.backend)
         self.replicas = Replicas(
             self.deployment,
@@ -167,6 +168,10 @@ class DistributedModel(LocalParts, TensorParts, Rebalancing, nn.Module):  # type
         """The user's module."""
         return self.module
 
+    def optimizers(self) -> Iterator[nn.Parameter]:
+        """The same as ``parameters()``, as an example of SageMaker's guide spells it."""
+        return self.parameters()
+
     # ---- placement ----------------------------------------------------------------------------
 
     @property
@@ -176,10 +181,12 @@ class DistributedModel(LocalParts, TensorParts, Rebalancing, nn.Module):  # type
 
     def _get_ready(self) -> None:
         """With one stage, what the first step would do, before the first plain forward."""
+        self.leave_host()
         self.replicas.announce()
         if self.deployment.sharing is None:
-            self.deployment.seed_replica()
-            self.deployment.ensure_ready(_no_call, None)
+            with state.calls.collective("the placing of the model", "world"):
+                self.deployment.seed_replica()
+                self.deployment.ensure_ready(_no_call, None)
             self.after_partition()
         if torch.is_grad_enabled():
             self.replicas.begin()
@@ -202,7 +209,12 @@ class DistributedModel(LocalParts, TensorParts, Rebalancing, nn.Module):  # type
         """Lets torch's norms be those over all stages."""
         self._norms.close()
         if (group := self.deployment.norm_group) is not None:
-            self._norms.enter_context(global_clip(self.deployment.ownership, group))
+            calls, axis = state.calls, state.replica_axis
+            self._norms.enter_context(
+                global_clip(
+                    self.deployment.ownership, group, lambda what: calls.collective(what, axis)
+                )
+            )
 
     def count_step(self) -> int:
         """The number of this step, from 0."""
@@ -315,6 +327,9 @@ class DistributedModel(LocalParts, TensorParts, Rebalancing, nn.Module):  # type
         """
         self.replicas.register_comm_hook(state, hook)
 
+    _register_comm_hook = register_comm_hook
+    """Its first name."""
+
 
 def _no_call(copy: nn.Module, batch: Any) -> None:
     """With one stage there is nothing to analyse."""
@@ -332,6 +347,17 @@ def _check_place(module: nn.Module) -> None:
         raise ConfigError(
             f"smp.DistributedModel was given a {type(module).__name__}; it wraps an nn.Module."
         )
+
+
+def _offer_original_forwards(module: nn.Module) -> None:
+    """Lets a module's forward call ``super()._orig_forward()``, as SMP's guide tells it to.
+
+    SMP replaced the forward of classes, so that ``super().forward()`` did not end; here it does.
+    """
+    for kind in {kind for child in module.modules() for kind in type(child).__mro__}:
+        own = vars(kind)
+        if "forward" in own and "_orig_forward" not in own and issubclass(kind, nn.Module):
+            kind._orig_forward = own["forward"]  # type: ignore[attr-defined]
 
 
 def _check_arguments(trace_device: object, passes: object, bucket_cap_mb: object) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_smp.deploy.deployment import Deployment
 from lightning_smp.errors import CheckpointError, SMPError
 from lightning_smp.process_state import state
+from lightning_smp.script.meeting import meeting
 from lightning_smp.script.partial import PARTIAL_KEY, merge
 from lightning_smp.weights.checkpoint import gather_state_dict, load_full_state_dict
 from lightning_smp.weights.collect import PipelineLinks
@@ -28,6 +29,7 @@ class LocalParts:
     module: nn.Module
     deployment: Deployment
     _waiting_loads: list[Callable[[], None]]
+    _is_on_host = False
 
     # ---- what this rank holds -----------------------------------------------------------------
 
@@ -144,7 +146,7 @@ class LocalParts:
                 return {}
             return dict(self.module.state_dict(*args, **kwargs))
         links = PipelineLinks.over(groups, deployment.device)
-        with deployment.gathering():
+        with meeting("model.state_dict()", state.replica_axis), deployment.gathering():
             if gather_to_rank0:
                 return gather_state_dict(self.module, deployment.ownership, links)
             found = [
@@ -175,7 +177,8 @@ class LocalParts:
         if not is_partial or self.deployment.groups.pp_size == 1:
             return self._load_whole(self._own_names(entries), strict)
         if not same_partition_load:
-            parts = all_gather_objects(entries, self.deployment.groups.control)
+            with meeting("model.load_state_dict()", "pp"):
+                parts = all_gather_objects(entries, self.deployment.groups.control)
             whole = merge([{**part, PARTIAL_KEY: True} for part in parts])  # type: ignore[dict-item]
             whole.pop(PARTIAL_KEY)
             return self._load_whole(whole, strict)
@@ -220,10 +223,17 @@ class LocalParts:
         """Makes the model whole again, on the host. Collective over the world."""
         if not self.deployment.is_split:
             self.deployment.to(torch.device("cpu"))
+            self._is_on_host = self.deployment.groups.pp_size == 1  # else the split places it
             return
         whole = self.state_dict()
         self.deployment.undo()
         self.module.load_state_dict(whole)
+
+    def leave_host(self) -> None:
+        """With one stage, brings the model back to this rank's device, if `cpu` was called."""
+        if self._is_on_host:
+            self.deployment.to(self.deployment.device)
+            self._is_on_host = False
 
 
 def _joined(prefix: str) -> str:

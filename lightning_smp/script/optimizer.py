@@ -13,6 +13,7 @@ from lightning_smp.errors import ConfigError, SMPError, UnsupportedError
 from lightning_smp.process_state import state
 from lightning_smp.script.half import make_loss_scale
 from lightning_smp.script.half_optimizer import HalfOptimizer
+from lightning_smp.script.meeting import meeting
 from lightning_smp.script.partial import PARTIAL_KEY, merge
 from lightning_smp.weights.checkpoint import gather_optimizer_state, load_optimizer_state
 from lightning_smp.weights.collect import PipelineLinks
@@ -165,6 +166,18 @@ class DistributedOptimizer(HalfOptimizer, torch.optim.Optimizer):
             "(model.parameters(), ...))"
         )
 
+    # ---- what clients look at ------------------------------------------------------------------
+
+    @property
+    def redefined_params(self) -> bool:
+        """Whether the groups hold other parameters than the script's; only sharding does that."""
+        return False
+
+    def _param_id_to_index(self) -> dict[int, int]:
+        """By ``id`` of a parameter, its place in the groups, counted through."""
+        held = [parameter for group in self.param_groups for parameter in group["params"]]
+        return {id(parameter): place for place, parameter in enumerate(held)}
+
     # ---- state dicts --------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,10 +190,11 @@ class DistributedOptimizer(HalfOptimizer, torch.optim.Optimizer):
             if deployment is None or not deployment.holds_part:
                 return {**self.optimizer.state_dict(), **more}
             links, ownership = _links(deployment), deployment.ownership
-            found = [
-                gather_optimizer_state(self.optimizer, ownership, replace(links, writer=rank))
-                for rank in links.tp_rank_of
-            ]
+            with meeting("optimizer.state_dict()", state.replica_axis):
+                found = [
+                    gather_optimizer_state(self.optimizer, ownership, replace(links, writer=rank))
+                    for rank in links.tp_rank_of
+                ]
         return {**found[deployment.groups.mp_rank], **more}
 
     def orig_state_dict(self) -> dict[str, Any]:
@@ -224,9 +238,10 @@ class DistributedOptimizer(HalfOptimizer, torch.optim.Optimizer):
     def _completed(self, part: Mapping[str, Any], deployment: Deployment) -> Mapping[str, Any]:
         """The part, if each stage has its own; else all parts together."""
         control = deployment.groups.control
-        if all(all_gather_objects(part.get(_PLACES_KEY) == self._places(), control)):
-            return part
-        return merge(all_gather_objects(dict(part), control))  # type: ignore[no-any-return]
+        with meeting("optimizer.load_state_dict()", "pp"):
+            if all(all_gather_objects(part.get(_PLACES_KEY) == self._places(), control)):
+                return part
+            return merge(all_gather_objects(dict(part), control))  # type: ignore[no-any-return]
 
     def _places(self) -> list[int]:
         """Places in the groups, counted through, of the parameters that are real here."""

@@ -114,7 +114,8 @@ class Replicas:
         assert self._reducer is not None
         reducer, self._reducer = self._reducer, None
         if reducer.communicates:
-            reducer.finish()
+            with state.calls.collective("the reduction of gradients", "dp"):
+                reducer.finish()
 
     def _ready(self, parameters: list[nn.Parameter]) -> None:
         if self._reducer is None:
@@ -189,7 +190,8 @@ class Replicas:
             members = groups.topology.group(axis, groups.rank)  # type: ignore[arg-type]
             if len(members) > 1:
                 source = next(rank for rank in members if rank in active)
-                _broadcast(tensors, source, getattr(groups, axis))
+                with state.calls.collective("the broadcast of buffers", axis):  # type: ignore[arg-type]
+                    _broadcast(tensors, source, getattr(groups, axis))
 
     def backward_now(self, tensors: Any, grad_tensors: Any) -> None:
         """A backward outside of steps, with one stage."""

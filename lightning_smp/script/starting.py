@@ -128,7 +128,7 @@ def _device(place: Place) -> torch.device:
 
 def _watch_failures(groups: Groups) -> None:
     """Tells the other ranks of an error that ends this one."""
-    watch = FailureWatch(groups.rank)
+    watch = FailureWatch(groups.rank, state.calls, groups.topology)
     before = sys.excepthook
 
     def report(
@@ -140,7 +140,7 @@ def _watch_failures(groups: Groups) -> None:
         before(kind, error, trace)
 
     sys.excepthook = report
-    atexit.register(watch.close)
+    atexit.register(lambda: watch.close(state.end or "ended its script"))
 
 
 def _end_groups() -> None:

@@ -97,8 +97,10 @@ class StepFunction:
         cfg = state.cfg
         assert cfg is not None
         calls = self._splitter.split(args, kwargs, cfg.microbatches)
-        with no_inference_mode(), _step_running():
+        call = state.calls.collective(self._name, state.replica_axis)
+        with no_inference_mode(), _step_running(), call:
             deployment = model.deployment
+            model.leave_host()
             model.replicas.announce()
             deployment.same_batch.check(list(_tensors_of(args, kwargs)), _batch_advice())
             self._get_ready(model, calls[0])
@@ -141,10 +143,11 @@ class StepFunction:
                 self._function(*call[0], **call[1])
 
         optimizer = state.optimizer
-        model.deployment.ensure_ready(
-            run_traced, (first.args, first.kwargs),
-            optimizers=[] if optimizer is None else [optimizer.optimizer],
-        )  # fmt: skip
+        with state.calls.collective("the placing of the model", "world"):
+            model.deployment.ensure_ready(
+                run_traced, (first.args, first.kwargs),
+                optimizers=[] if optimizer is None else [optimizer.optimizer],
+            )  # fmt: skip
         model.after_partition()
 
     def _run(self, model: DistributedModel, calls: list[Call]) -> Any:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 
 from lightning_smp.errors import ConfigError
 from lightning_smp.placed.structure import iter_tensors, map_tensors
 from lightning_smp.process_state import state
+from lightning_smp.script.meeting import meeting, transport
 from lightning_smp.topology import Axis
 from lightning_smp.wire import all_gather_objects, recv_object, send_object
 
@@ -98,7 +98,7 @@ def send(obj: object, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK)
         TypeError: a value of another type, on both sides; names its place.
         ConfigError: there is no such rank, or it is this one.
     """
-    send_object(_marked(obj), _other_rank("send", dest_rank, rank_type), _world())
+    _send(_marked(obj), _other_rank("send", dest_rank, rank_type), "smp.send")
 
 
 def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
@@ -108,7 +108,9 @@ def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
         ConfigError: there is no such rank, or it is this one.
         CommunicationError: the sender had an object that cannot travel.
     """
-    return _unmarked(recv_object(_other_rank("recv_from", src_rank, rank_type), _world()))
+    source = _other_rank("recv_from", src_rank, rank_type)
+    with state.calls.message(f"smp.recv_from(rank {source})", source, sends=False):
+        return _unmarked(recv_object(source, _world()))
 
 
 def broadcast(obj: object, group: CommGroup = CommGroup.WORLD) -> None:
@@ -120,7 +122,7 @@ def broadcast(obj: object, group: CommGroup = CommGroup.WORLD) -> None:
     marked = _marked(obj)
     for rank in _members(group):
         if rank != state.groups.rank:
-            send_object(marked, rank, _world())
+            _send(marked, rank, "smp.broadcast")
 
 
 def allgather(obj: object, group: CommGroup = CommGroup.WORLD) -> list[Any]:
@@ -128,18 +130,24 @@ def allgather(obj: object, group: CommGroup = CommGroup.WORLD) -> list[Any]:
 
     Raises:
         TypeError: as `send`.
+        CommunicationError: others of the group have come to another call.
     """
-    process_group, device = _transport(group)
-    gathered = all_gather_objects(_marked(obj), process_group, device)
+    axis = _axis(group, CommGroup)
+    process_group, device = transport(axis)
+    with meeting(f"smp.allgather({group.name})", axis):
+        gathered = all_gather_objects(_marked(obj), process_group, device)
     return [_unmarked(part) for part in gathered]
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
-    """Waits for all ranks of a group. Collective over the group."""
-    process_group, device = _transport(group)
-    dist.all_reduce(torch.zeros(1, device=device), group=process_group)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    """Waits for all ranks of a group. Collective over the group.
+
+    Raises:
+        CommunicationError: others of the group have come to another call.
+    """
+    axis = _axis(group, CommGroup)
+    with meeting(f"smp.barrier({group.name})", axis):
+        pass  # whoever has compared has met the others
 
 
 def mp_barrier() -> None:
@@ -225,16 +233,9 @@ def _other_rank(what: str, rank: int, rank_type: RankType) -> int:
     return members[rank]
 
 
-def _transport(group: CommGroup) -> tuple[dist.ProcessGroup, torch.device]:
-    """A group, on the hosts where there is one, and where its messages must lie."""
-    groups, host = state.groups, torch.device("cpu")
-    axis = _axis(group, CommGroup)
-    if axis == "world":
-        return groups.world_control, host
-    if axis == "pp":
-        return groups.control, host
-    found: dist.ProcessGroup = getattr(groups, axis)
-    return found, state.device if state.backend == "nccl" else host
+def _send(marked: object, rank: int, what: str) -> None:
+    with state.calls.message(f"{what}(to rank {rank})", rank, sends=True):
+        send_object(marked, rank, _world())
 
 
 def _marked(obj: object) -> tuple[object, list[bool]]:

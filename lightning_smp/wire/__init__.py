@@ -1,5 +1,6 @@
 """Objects as bytes without pickle, and the messages between ranks that carry them."""
 
+from lightning_smp.wire.agree import compare
 from lightning_smp.wire.decode import loads
 from lightning_smp.wire.encode import dumps
 from lightning_smp.wire.transport import (
@@ -12,6 +13,7 @@ from lightning_smp.wire.transport import (
 __all__ = [
     "all_gather_objects",
     "broadcast_object",
+    "compare",
     "dumps",
     "loads",
     "recv_object",

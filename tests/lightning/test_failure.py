@@ -87,6 +87,27 @@ class Saver(pl.Callback):
         trainer.save_checkpoint(Path(os.environ[_FOLDER], "last.ckpt"))
 
 
+class Loner(pl.Callback):
+    """On one rank does what all ranks should do, or leaves."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx != _BATCH or trainer.global_rank != 1:
+            return
+        _note_time("fault")
+        if self.what == "exit":
+            sys.exit(3)
+        if self.what == "stop":
+            trainer.limit_train_batches = batch_idx + 1
+            trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+        if self.what == "barrier":
+            trainer.strategy.barrier()
+
+
 def _go_wrong(kind: str) -> None:
     if kind:
         _note_time("fault")
@@ -113,7 +134,9 @@ def _fit(rank: int, world_size: int, options: dict[str, Any]) -> None:
     pl.seed_everything(1, verbose=False)
     pp, timeout = options.pop("pp", 2), options.pop("timeout", 60)
     data = Unreadable if options.pop("unreadable", False) else Samples
-    callbacks = [Saver()] if options.pop("saves", False) else []
+    callbacks: list[Any] = [Saver()] if options.pop("saves", False) else []
+    if (alone := options.pop("alone", "")) != "":
+        callbacks.append(Loner(alone))
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=world_size,
@@ -249,3 +272,22 @@ def test_sigterm_of_one_rank(fail: Any, rank: int) -> None:
     run = fail(2, outside="term", rank=rank)
     assert all(outcome.exitcode is not None for outcome in run.outcomes)
     assert "Timed out" not in run.output
+
+
+def test_rank_that_ends_its_script(fail: Any) -> None:
+    run = fail(2, alone="exit")
+    assert run.outcomes[0].exitcode
+    assert "rank 1 ended its script (exit code 3) after training_step (call 3)" in run.output
+
+
+def test_rank_that_has_fewer_batches(fail: Any) -> None:
+    run = fail(2, alone="stop")
+    through = "rank 1 is through with its Trainer's run after training_step (call 3)"
+    assert f"{through}, while rank 0 waits in training_step (call 4)" in run.output
+
+
+def test_barrier_of_one_rank(fail: Any) -> None:
+    run = fail(2, alone="barrier")
+    assert all(outcome.exitcode for outcome in run.outcomes)
+    assert "rank 1 waits in barrier" in run.output
+    assert "rank 0 waits in the exchange of signals (call 4) at test_failure.py:" in run.output

@@ -19,6 +19,14 @@ BATCH = 8
 STEPS = 3
 
 
+class Norm(nn.LayerNorm):
+    """Calls its base class as SMP's guide says."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        found: Tensor = super()._orig_forward(input)  # type: ignore[misc]
+        return found
+
+
 class Net(nn.Module):
     """Six units, LayerNorm between them, and a head that may be tied to the first."""
 
@@ -28,7 +36,7 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)) for _ in range(4)
         )
-        self.norm = nn.LayerNorm(6)
+        self.norm = Norm(6)
         self.head = nn.Linear(6, 6, bias=False)
         if tied:
             self.head.weight = self.inp.weight

@@ -88,6 +88,11 @@ def training_and_evaluation() -> None:
 
 def _check_locals(model: Any) -> None:
     named = dict(model.named_parameters())
+    assert list(model.optimizers()) == list(named.values())
+    assert smp.state.optimizer.redefined_params is False
+    places = smp.state.optimizer._param_id_to_index()
+    assert [places[id(parameter)] for parameter in named.values()] == list(range(len(named)))
+    assert type(model)._register_comm_hook is type(model).register_comm_hook
     local = dict(model.local_named_parameters())
     assert all(named[name] is parameter for name, parameter in local.items())
     assert all(name.startswith("module.") for name in named)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,8 +40,8 @@ def test_rendezvous_needs_no_fixed_port(tmp_path: Path, monkeypatch: pytest.Monk
     assert "store" in rendezvous(Place(0, 1, 0, 1), environ={})
     given = {"MASTER_ADDR": "host", "MASTER_PORT": "1234"}
     assert rendezvous(Place(1, 2, 1, 2), environ=given)["init_method"] == "env://"
-    port = rendezvous(Place(1, 2, 1, 2), environ={"MASTER_PORT": "7"})
-    assert port["init_method"] == "tcp://127.0.0.1:7"
+    port = rendezvous(Place(1, 2, 1, 2), 7, {"MASTER_ADDR": "host"})
+    assert port["init_method"] == "tcp://host:7"
     with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT"):
         rendezvous(Place(1, 2, 1, 2), environ={})
     with pytest.raises(ConfigError, match="torchrun"):
@@ -50,6 +53,22 @@ def test_rendezvous_needs_no_fixed_port(tmp_path: Path, monkeypatch: pytest.Monk
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match="somebody else"):
         rendezvous(Place(1, 2, 1, 2), environ={"PMIX_NAMESPACE": "job@1"})
+
+
+def test_ddp_port_is_where_the_ranks_meet() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} cannot be opened"):
+            rendezvous(Place(0, 2, 0, 2), port, {})
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda rank: rendezvous(Place(rank, 2, rank, 2), port, {}), range(2)))
+    stores: list[Any] = [arguments["store"] for arguments in found]
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+    listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    assert [f"0100007F:{port:04X}", "0A"] in [[f[1], f[3]] for f in listening]  # loopback only
+    with pytest.raises(ConfigError, match="does not know where"):
+        rendezvous(Place(0, 2, 0, 2), 0, {})
 
 
 @pytest.mark.parametrize(
@@ -107,13 +126,13 @@ def test_starts_under_mpirun_without_a_port(tmp_path: Path) -> None:
     assert said[0][1].startswith("rank 0: ")
 
 
-def _run_two(text: str, tmp_path: Path) -> list[tuple[int, str, str]]:
+def _run_two(text: str, tmp_path: Path, *runner: str) -> list[tuple[int, str, str]]:
     """Exit code, output and errors of two processes."""
     script = tmp_path / "script.py"
     script.write_text(text)
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script)],
+            [sys.executable, *runner, str(script)],
             env={
                 "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path),
                 "OMP_NUM_THREADS": "1", "PMIX_NAMESPACE": "prterun-1@1",
@@ -148,6 +167,18 @@ def test_an_error_of_one_rank_ends_all(tmp_path: Path) -> None:
     assert all(code != 0 for code, _, _ in said)
     assert all("boom" in error for _, _, error in said), said
     assert time.monotonic() - start_s < 60
+
+
+_LEAVING = _SCRIPT.replace(
+    "optimizer.step()", "smp.rank() == 1 and exit(3)\nfor _ in range(99): train(torch.ones(4, 4))"
+)
+
+
+def test_a_script_that_one_rank_ends_early(tmp_path: Path) -> None:
+    said = _run_two(_LEAVING, tmp_path, "-m", "lightning_smp.run")
+    assert said[1][0] == 3
+    assert said[0][0] not in (0, 3)
+    assert "rank 1 ended its script (exit code 3) after train" in said[0][2]
 
 
 def fails_on_one_rank(rank: int, size: int) -> None:
