@@ -68,7 +68,8 @@ class AgreedGradScaler(torch.amp.GradScaler):
         for value in found.values():
             verdict += value.to(self._rank_device)
         if self._group is not None:
-            dist.all_reduce(verdict, dist.ReduceOp.MAX, group=self._group)
+            with state.calls.collective("the check for inf and NaN", "world"):
+                dist.all_reduce(verdict, dist.ReduceOp.MAX, group=self._group)
         return {self._rank_device: verdict}
 
     @override

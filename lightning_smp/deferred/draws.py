@@ -21,11 +21,22 @@ from torch import Tensor
 
 from lightning_smp.errors import UnsupportedError
 
-__all__ = ["Draws", "default_generator", "from_state", "is_random"]
+__all__ = [
+    "GROUP",
+    "Draws",
+    "Fill",
+    "default_generator",
+    "fill_of",
+    "from_state",
+    "is_random",
+]
 
 _ATEN = torch.ops.aten
-_GROUP: Final = 16
+GROUP: Final = 16
+"""Elements that `normal_` draws together."""
 _BLOCK: Final = 1 << 14  # words of scratch
+_COUNTS: Final = (1, *(groups * GROUP + rest for groups in (2, 5) for rest in (-1, 0, 1, 15)))
+"""Sizes at which blockwise draws are compared with whole ones."""
 
 _NORMAL = frozenset(
     {_ATEN.normal_.default, _ATEN.randn.default, _ATEN.randn.generator, _ATEN.randn_like.default}
@@ -74,7 +85,8 @@ class Draws:
     """Leaves out draws; remembers for which dtypes that can be done in blocks."""
 
     def __init__(self) -> None:
-        self._verified: dict[tuple[bool, torch.dtype], bool] = {}
+        self._verified: dict[tuple[Fill, torch.dtype], bool] = {}
+        self._verified_values: dict[tuple[Fill, torch.dtype], bool] = {}
 
     def skip(self, func: Any, result: Tensor, generator: torch.Generator) -> bool:
         """Moves a generator as far as `func` would, without its memory.
@@ -87,7 +99,7 @@ class Draws:
         Returns:
             False if that cannot be done in blocks: nothing was drawn then.
         """
-        fill = _normal if func in _NORMAL else _uniform if func in _UNIFORM else None
+        fill = fill_of(func)
         if fill is None or generator.device.type != "cpu" or not result.is_contiguous():
             return False
         if not self._works_in_blocks(fill, result.dtype):
@@ -95,29 +107,44 @@ class Draws:
         _skip_in_blocks(fill, result.numel(), result.dtype, generator, _BLOCK)
         return True
 
-    def _works_in_blocks(self, fill: _Fill, dtype: torch.dtype) -> bool:
-        key = (fill is _normal, dtype)
+    def works_in_pieces(self, fill: Fill, dtype: torch.dtype) -> bool:
+        """Whether piecewise draws give what one draw does: all but the last of multiples of 16."""
+        key = (fill, dtype)
+        if key not in self._verified_values:
+            self._verified_values[key] = self._works_in_blocks(fill, dtype) and _same_in_pieces(
+                fill, dtype
+            )
+        return self._verified_values[key]
+
+    def _works_in_blocks(self, fill: Fill, dtype: torch.dtype) -> bool:
+        key = (fill, dtype)
         if key not in self._verified:
             self._verified[key] = dtype.is_floating_point and _same_in_blocks(fill, dtype)
         return self._verified[key]
 
 
-_Fill = Callable[[Tensor, torch.Generator], Any]
+Fill = Callable[..., None]
+"""Fills a tensor from a generator; then come the parameters of the distribution."""
 
 
-def _normal(tensor: Tensor, generator: torch.Generator) -> None:
-    tensor.normal_(generator=generator)
+def fill_of(func: Any) -> Fill | None:
+    """Returns what an operation does to the tensor that it fills or makes, if it is known here."""
+    return _normal if func in _NORMAL else _uniform if func in _UNIFORM else None
 
 
-def _uniform(tensor: Tensor, generator: torch.Generator) -> None:
-    tensor.uniform_(generator=generator)
+def _normal(tensor: Tensor, generator: torch.Generator, *numbers: float) -> None:
+    tensor.normal_(*numbers, generator=generator)
+
+
+def _uniform(tensor: Tensor, generator: torch.Generator, *numbers: float) -> None:
+    tensor.uniform_(*numbers, generator=generator)
 
 
 def _skip_in_blocks(
-    fill: _Fill, count: int, dtype: torch.dtype, generator: torch.Generator, block: int
+    fill: Fill, count: int, dtype: torch.dtype, generator: torch.Generator, block: int
 ) -> None:
     words = count * (2 if dtype is torch.float64 else 1)
-    tail = count % block + (block if count >= block and count % block < _GROUP else 0)
+    tail = count % block + (block if count >= block and count % block < GROUP else 0)
     left = words - tail * (words // count)
     scratch = torch.empty(min(left, block) // 2, dtype=torch.int64, device="cpu")
     while left > 0:
@@ -127,13 +154,27 @@ def _skip_in_blocks(
         fill(torch.empty(tail, dtype=dtype, device="cpu"), generator)
 
 
-def _same_in_blocks(fill: _Fill, dtype: torch.dtype) -> bool:
+def _same_in_blocks(fill: Fill, dtype: torch.dtype) -> bool:
     """Compares the generator's state after whole and after blockwise draws of a few sizes."""
-    for count in (1, *(groups * _GROUP + rest for groups in (2, 5) for rest in (-1, 0, 1, 15))):
+    for count in _COUNTS:
         whole = torch.Generator().manual_seed(count)
         blockwise = torch.Generator().manual_seed(count)
         fill(torch.empty(count, dtype=dtype, device="cpu"), whole)
-        _skip_in_blocks(fill, count, dtype, blockwise, 2 * _GROUP)
+        _skip_in_blocks(fill, count, dtype, blockwise, 2 * GROUP)
         if not torch.equal(whole.get_state(), blockwise.get_state()):
+            return False
+    return True
+
+
+def _same_in_pieces(fill: Fill, dtype: torch.dtype) -> bool:
+    """Compares the numbers of whole and of piecewise draws of a few sizes."""
+    for count in _COUNTS:
+        whole, pieces = (torch.empty(count, dtype=dtype, device="cpu") for _ in range(2))
+        fill(whole, torch.Generator().manual_seed(count))
+        generator = torch.Generator().manual_seed(count)
+        bounds = [*range(0, count - GROUP + 1, 2 * GROUP)] or [0]
+        for start, stop in zip(bounds, [*bounds[1:], count], strict=True):
+            fill(pieces[start:stop], generator)
+        if not torch.equal(whole, pieces):
             return False
     return True

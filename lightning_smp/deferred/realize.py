@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from lightning_smp.deferred.parts import Part, part_value, realized
 from lightning_smp.deferred.record import held_of
 from lightning_smp.deferred.tape import Buffer, replay
-from lightning_smp.deferred.tensor import become, real_value
+from lightning_smp.deferred.tensor import become
 
 __all__ = ["attribute_tensors", "is_deferred", "realize", "realize_module", "value_of"]
 
 _MAX_DEPTH: Final = 3
-
-Take = Callable[[Tensor], Tensor]
 
 
 def is_deferred(tensor: object) -> bool:
@@ -25,30 +24,28 @@ def is_deferred(tensor: object) -> bool:
 
 
 def value_of(
-    tensor: Tensor, device: torch.device | None = None, take: Take | None = None
+    tensor: Tensor, device: torch.device | None = None, part: Part | None = None
 ) -> Tensor:
     """Returns the values of a deferred tensor, which stays deferred.
 
     Args:
         tensor: any tensor; a real one gives its own values.
         device: where the result goes; by default where the tensor would have been made.
-        take: applied to the whole value, where it was made, before anything is moved or kept: the
-            memory of what it leaves out is freed. A tensor-parallel rank takes its slice so.
+        part: what is wanted of it; a copy. Nothing else is made at the same time but a piece of
+            bounded size, where that can be done; see the note in `lightning_smp.deferred.parts`.
 
     Returns:
-        A tensor that requires no grad. What `take` returns is copied if it is a view.
+        A tensor that requires no grad.
     """
-    value = real_value(tensor) if is_deferred(tensor) else tensor.detach()
-    if take is not None:
-        whole = value.untyped_storage().nbytes()
-        value = take(value)
-        if value.numel() * value.element_size() < whole:
-            value = value.clone(memory_format=torch.contiguous_format)
+    if part is not None:
+        value = part_value(tensor, part) if is_deferred(tensor) else part.of(tensor.detach())
+    else:
+        value = realized(tensor) if is_deferred(tensor) else tensor.detach()
     return value if device is None else value.to(device)
 
 
 def realize(
-    tensors: Iterable[Tensor], device: torch.device | None = None, take: Take | None = None
+    tensors: Iterable[Tensor], device: torch.device | None = None, part: Part | None = None
 ) -> None:
     """Gives deferred tensors their values, one after the other; real ones are left as they are.
 
@@ -58,7 +55,7 @@ def realize(
     Args:
         tensors: parameters, buffers or others.
         device: where they go; by default where each would have been made.
-        take: as in `value_of`, for each; the parameter then holds what it returns.
+        part: as in `value_of`, for each; the parameter then holds this part.
 
     Raises:
         UnsupportedError: a tensor that was used to initialise one has changed since.
@@ -72,8 +69,8 @@ def realize(
     shared: dict[Buffer, torch.UntypedStorage] = {}
     for tensor in pending:
         buffer = _buffer_of(tensor)
-        if take is not None or users[buffer] == 1:
-            data = value_of(tensor, device, take)
+        if part is not None or users[buffer] == 1:
+            data = value_of(tensor, device, part)
         else:
             data = _from_shared(tensor, device, shared)
         become(tensor, data)

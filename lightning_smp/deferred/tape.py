@@ -26,7 +26,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_smp.deferred.draws import Draws, from_state
 from lightning_smp.errors import UnsupportedError
 
-__all__ = ["Buffer", "Operand", "Operation", "Recording", "Ref", "ignores_self", "keep", "replay"]
+__all__ = [
+    "Buffer",
+    "Operand",
+    "Operation",
+    "Recording",
+    "Ref",
+    "default_dtype",
+    "ignores_self",
+    "keep",
+    "needed",
+    "replay",
+]
 
 _ATEN = torch.ops.aten
 _COPIED_BYTES: Final = 64 * 2**10
@@ -207,7 +218,7 @@ def ignores_self(func: Any) -> bool:
 def replay(refs: Sequence[Ref]) -> dict[Buffer, torch.UntypedStorage]:
     """Makes the storages of refs, as the buffers are now. Other memory is freed on the way."""
     wanted = {ref.buffer for ref in refs}
-    operations = _needed(wanted)
+    operations = needed(wanted)
     last_use: dict[Buffer, int] = {}
     for index, operation in enumerate(operations):
         last_use.update(dict.fromkeys(operation.touches(), index))
@@ -223,16 +234,16 @@ def replay(refs: Sequence[Ref]) -> dict[Buffer, torch.UntypedStorage]:
     return storages
 
 
-def _needed(wanted: Iterable[Buffer]) -> list[Operation]:
-    """The operations that make buffers what they are now, in order."""
+def needed(wanted: Iterable[Buffer], before: float = math.inf) -> list[Operation]:
+    """Returns the operations that make buffers what they are, or were at a time, in order."""
     found: set[Operation] = set()
-    pending: set[tuple[Buffer, float]] = {(buffer, float("inf")) for buffer in wanted}
+    pending: set[tuple[Buffer, float]] = {(buffer, before) for buffer in wanted}
     seen: set[tuple[Buffer, float]] = set()
     while pending:
-        buffer, before = pending.pop()
-        seen.add((buffer, before))
+        buffer, end = pending.pop()
+        seen.add((buffer, end))
         for operation in reversed(buffer.operations):
-            if operation.time >= before:
+            if operation.time >= end:
                 continue
             found.add(operation)
             reads = {(ref.buffer, operation.time) for ref in operation.reads()}
@@ -251,7 +262,7 @@ def _execute(operation: Operation, storages: dict[Buffer, torch.UntypedStorage])
     args, kwargs = tree_map(real, (operation.args, operation.kwargs))
     state = operation.state
     drawing = nullcontext() if state is None else from_state(operation.device, state)
-    with drawing, _default_dtype(operation.default_dtype):
+    with drawing, default_dtype(operation.default_dtype):
         flat = tree_leaves(operation.func(*args, **kwargs))
     for place, ref in operation.results:
         storages[ref.buffer] = _as_recorded(flat[place], ref)
@@ -283,7 +294,8 @@ def _empty_storage(buffer: Buffer) -> torch.UntypedStorage:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Lets torch's default dtype be another one for a while."""
     current = torch.get_default_dtype()
     if dtype == current:
         yield

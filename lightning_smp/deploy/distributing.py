@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from torch import nn
 
@@ -22,6 +23,8 @@ from lightning_smp.tensor_parallel.replace import (
 
 __all__ = ["distribute_model", "rules_of_config"]
 
+_DONE: Final = "_smp_is_distributed"
+
 
 def distribute_model(
     model: nn.Module,
@@ -33,7 +36,7 @@ def distribute_model(
     """Replace what rules name by distributed modules, before optimizers exist. Collective over tp.
 
     Args:
-        model: the model, whole on every rank; one that has distributed modules stays as it is.
+        model: the model; one that was given before stays as it is.
         config: the configuration.
         groups: the process groups; `process_state.state` must have been started with them.
         say: shows the report.
@@ -46,7 +49,7 @@ def distribute_model(
         ConfigError: the weights of a module cannot be taken over.
         CommunicationError: the ranks of a tensor group built different models.
     """
-    if groups.tp_size == 1 or any(m.tp.size > 1 for _, m in distributed_modules(model)):
+    if groups.tp_size == 1 or _DONE in model.__dict__:
         return model
     if config.tensor_parallel_weights == "slice":
         same_weights(model, groups)
@@ -54,7 +57,9 @@ def distribute_model(
     result, report = distribute(
         model, state.tensor_parallel, given, weights=config.tensor_parallel_weights
     )
+    state.calls.trail.names = [name for name, _ in distributed_modules(result)]
     say(str(report))
+    result.__dict__[_DONE] = True
     return result
 
 

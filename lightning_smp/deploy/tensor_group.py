@@ -15,17 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smp.deferred import become, is_deferred, value_of
+from lightning_smp.batch_digest import batch_digest
+from lightning_smp.deferred import become, fingerprint, is_deferred, value_of
 from lightning_smp.errors import CommunicationError
 from lightning_smp.groups import Groups
 from lightning_smp.partitioning import Partition
 from lightning_smp.partitioning.costs import AtomCost
 from lightning_smp.partitioning.sharing import SharedParameter
-from lightning_smp.wire import all_gather_objects, broadcast_object
+from lightning_smp.tensor_parallel.module import shardings_of
+from lightning_smp.trail import Trail, digest_of, first_difference
+from lightning_smp.wire import all_gather_objects, broadcast_object, compare
 
 __all__ = ["TensorGroup", "same_weights", "sync_tensors"]
 
 _DIGEST_BYTES = 16
+_EXCHANGED = "exchanged: "
 _PLAN_FIELDS = (
     "order", "mode", "floating", "slowest", "reason", "virtual_stages", "num_stages",
     "mutable_buffers",
@@ -43,35 +47,55 @@ class TensorGroup:
         self._groups = groups
         self._ranks = groups.topology.group("tp", groups.rank)
 
-    def agree(self, what: str, detail: Any) -> None:
+    def agree(self, what: str, detail: Any, trail: Trail) -> None:
         """Compare what the ranks are about to do. Collective over tp.
 
         Args:
             what: the step or collective, for the message.
             detail: plain data that must be equal.
+            trail: what split modules have exchanged since the last comparison.
 
         Raises:
             CommunicationError: on every rank, if something differs; names ranks and values.
         """
         if len(self._ranks) == 1:
             return
-        text = repr((what, detail))
+        exchanges = trail.taken()
+        text = repr((what, detail, f"{_EXCHANGED}{digest_of(exchanges)}"))
         digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
-        own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        found = [torch.empty_like(own) for _ in self._ranks]
-        dist.all_gather(found, own, group=self._groups.tp_control)
-        if any(not torch.equal(other, own) for other in found):
-            self._raise_different(text)
+        _, texts = compare(digest, text, self._groups.tp_control)
+        if texts:
+            self._check_exchanges(texts, [trail.describe(one) for one in exchanges])
+            self._raise_different(texts)
 
-    def _raise_different(self, text: str) -> None:
-        everyone = all_gather_objects(text, self._groups.tp_control)
-        lines = [f"rank {r}: {other}" for r, other in zip(self._ranks, everyone, strict=True)]
+    def _check_exchanges(self, texts: Sequence[str], own: list[str]) -> None:
+        """Say where the ranks' exchanges first differ, if they do."""
+        if len({text.partition(_EXCHANGED)[2] for text in texts}) == 1:
+            return
+        if not all(_EXCHANGED in text for text in texts):
+            return  # one of them is in a call of another kind
+        everyone: Any = all_gather_objects(own, self._groups.tp_control)
+        found = zip(self._ranks, first_difference(everyone), strict=True)
+        raise CommunicationError(
+            f"The ranks {list(self._ranks)} of one tensor group took different ways through split "
+            "modules in the step before: "
+            + ", ".join(f"rank {rank}: {what}" for rank, what in found)
+            + " is where they first differ. They work on everybody's samples together, so what "
+            "they have computed since is wrong. Let all of them take the same branch (decide it by "
+            "a value that is reduced over smp.get_tp_process_group()), or give the group one batch "
+            "with prescaled_batch=True."
+        )
+
+    def _raise_different(self, texts: Sequence[str]) -> None:
+        lines = [f"rank {r}: {other}" for r, other in zip(self._ranks, texts, strict=True)]
         raise CommunicationError(
             f"The ranks {list(self._ranks)} of one tensor group are at different points or hold "
             "batches of different shapes: " + "; ".join(lines) + ". They work on everybody's "
             "samples together, so each needs as many batches as the others, of the same shapes. "
             "Use drop_last=True and pad to one length, or give the group one batch with "
-            "prescaled_batch=True."
+            "prescaled_batch=True. If only their random streams differ: what each of them draws "
+            "outside of split modules must be the same, so draw and seed alike on all of them, and "
+            "put dropout between column-wise and row-wise layers into a 'block'."
         )
 
     def agree_on_partition(self, partition: Partition) -> Partition:
@@ -111,11 +135,13 @@ def same_weights(module: nn.Module, groups: Groups) -> None:
     """Give the ranks of each tensor group the first one's weights. Collective over tp.
 
     Before a module is split, so that all take slices of the same tensors. Nothing is sent where
-    they are equal already, as they are after equal seeds.
+    they are equal already, as they are after equal seeds. What is split already stays as it is.
     """
     if groups.tp_size == 1:
         return
-    tensors = [t for t in (*module.parameters(), *module.buffers()) if _has_value(t)]
+    split = shardings_of(module)
+    named = (*module.named_parameters(), *module.named_buffers())
+    tensors = [tensor for name, tensor in named if name not in split and _has_value(tensor)]
     digests = [_digest(tensor) for tensor in tensors]
     everyone: list[Any] = all_gather_objects(digests, groups.tp_control)
     if any(len(other) != len(digests) for other in everyone):
@@ -145,8 +171,9 @@ def _value(tensor: Tensor) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> bytes:
-    data = _value(tensor).contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(data.numpy().data, digest_size=_DIGEST_BYTES).digest()
+    if is_deferred(tensor):
+        return fingerprint(tensor, _DIGEST_BYTES)
+    return batch_digest(tensor.detach())  # made on the device: weights may be many gigabytes
 
 
 def sync_tensors(

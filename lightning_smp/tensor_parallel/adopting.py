@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from lightning_smp.deferred.realize import is_deferred, realize
+from lightning_smp.deferred import become, is_deferred, take_part
 from lightning_smp.tensor_parallel.context import TensorParallel
 from lightning_smp.tensor_parallel.module import DistributedModule
 from lightning_smp.tensor_parallel.record import Sharding
@@ -78,11 +78,8 @@ def _keep_part(module: nn.Module, name: str, sharding: Sharding, rank: int) -> N
     if tuple(tensor.shape) == sharding.local_shape(rank) != sharding.shape:
         return
 
-    def take(full: Tensor) -> Tensor:
-        return sharding.shard(full, rank)
-
     if is_deferred(tensor):
-        realize([tensor], take=take)
+        become(tensor, take_part(tensor, sharding.part(rank)))
     else:
-        tensor.data = take(tensor.data)
+        tensor.data = sharding.shard(tensor.data, rank)
     tensor.grad = None

@@ -7,8 +7,7 @@ a block communicate; with one batch on all ranks it lets its layers share what t
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +24,7 @@ from lightning_smp.tensor_parallel.collectives import (
 )
 from lightning_smp.tensor_parallel.context import TensorParallel
 from lightning_smp.tensor_parallel.module import DistributedModule
-from lightning_smp.tensor_parallel.scope import EntryScope
+from lightning_smp.tensor_parallel.scope import BlockDraws, EntryScope
 from lightning_smp.tensor_parallel.sharded import Place
 
 __all__ = ["GatheringBlock", "SplitExperts"]
@@ -52,22 +51,27 @@ class GatheringBlock(DistributedModule):
     is_attention: bool
     sliced: tuple[frozenset[str], frozenset[int]]
 
+    is_never_divided = True  # its random streams span it
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, on everybody's samples. Collective over tp."""
         own = 0
         if self.tp.gathers:
             own = self._samples(args, kwargs)
             args, kwargs = self._gather_all(own, args, kwargs)
-        with self.scope.running(self._sliced_draws(args, kwargs)):
+        with self.scope.running(self._streams(args, kwargs)):
             result = super().forward(*args, **kwargs)
         return self._leave(result, own, kwargs)
 
-    def _sliced_draws(self, args: Any, kwargs: Any) -> AbstractContextManager[None]:
-        """The random stream for dropout on slices, where other draws are alike on all ranks."""
+    def _streams(self, args: Any, kwargs: Any) -> BlockDraws | None:
+        """The random streams of this call; None where nothing is drawn, or for no real tensor."""
         main = next(iter_tensors((args, kwargs)), None)
-        if not self.training or not self.tp.prescaled or type(main) is not Tensor:
-            return nullcontext()
-        return self.draws(main.device, sliced=True)
+        if not self.training or type(main) is not Tensor:
+            return None
+        device = main.device
+        whole = partial(self.draws, device, sliced=False) if self.tp.gathers else None
+        returns_own = self.tp.gathers and self.place is Place.GATHERED
+        return BlockDraws(whole, partial(self.draws, device, sliced=True), returns_own)
 
     # ---- in -------------------------------------------------------------------------------------
 

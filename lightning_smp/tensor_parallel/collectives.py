@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_smp.process_state import state
 from lightning_smp.tensor_parallel import operations as ops
 from lightning_smp.tensor_parallel.context import TensorParallel
 from lightning_smp.tensor_parallel.record import split_sizes
@@ -147,11 +148,13 @@ class _Gather(torch.autograd.Function):
         ctx: Any, x: Tensor, dim: int, sizes: list[int], tp: TensorParallel, summed: bool
     ) -> Any:
         ctx.arguments = (dim, sizes, tp, summed)
+        ctx.at = state.calls.trail.at
         return ops.all_gather(x, dim, sizes, tp.rank, tp.group_name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         dim, sizes, tp, summed = ctx.arguments
+        state.calls.trail.at = ctx.at
         if summed:
             gradient = scatter_sum(gradients[0], tp, dim, sizes)
         else:
@@ -163,11 +166,13 @@ class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sizes: list[int], tp: TensorParallel) -> Any:
         ctx.arguments = (dim, sizes, tp)
+        ctx.at = state.calls.trail.at
         return ops.reduce_scatter(x, dim, sizes, tp.rank, tp.group_name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         dim, sizes, tp = ctx.arguments
+        state.calls.trail.at = ctx.at
         return gather(gradients[0], tp, dim, sizes), None, None, None
 
 
@@ -175,23 +180,26 @@ class _OwnSlice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sizes: list[int], tp: TensorParallel) -> Any:
         ctx.arguments = (dim, sizes, tp)
+        ctx.at = state.calls.trail.at
         return _slice(x, dim, sizes, tp.rank).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         dim, sizes, tp = ctx.arguments
+        state.calls.trail.at = ctx.at
         return gather(gradients[0], tp, dim, sizes, sum_gradient=False), None, None, None
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: Any, tp: TensorParallel) -> Any:
-        ctx.how, ctx.tp = how, tp
+        ctx.how, ctx.tp, ctx.at = how, tp, state.calls.trail.at
         return ops.all_to_all(x, *how, tp.rank, tp.group_name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         split_dim, split, join_dim, join = ctx.how
+        state.calls.trail.at = ctx.at
         back = (join_dim, join, split_dim, split)
         return _apply(_Exchange, gradients[0], back, ctx.tp), None, None
 
@@ -199,20 +207,22 @@ class _Exchange(torch.autograd.Function):
 class _CopyIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Any:
-        ctx.tp = tp
+        ctx.tp, ctx.at = tp, state.calls.trail.at
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        state.calls.trail.at = ctx.at
         return reduce_out(gradients[0], ctx.tp), None
 
 
 class _ReduceOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Any:
-        ctx.tp = tp
+        ctx.tp, ctx.at = tp, state.calls.trail.at
         return ops.all_reduce(x, tp.group_name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        state.calls.trail.at = ctx.at
         return copy_in(gradients[0], ctx.tp), None

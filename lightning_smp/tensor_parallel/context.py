@@ -76,7 +76,9 @@ class TensorParallel:
     into dataclasses; each stage has a group of its own.
     """
 
-    __slots__ = ("group", "group_name", "optimize", "prescaled", "rank", "size", "streams")
+    __slots__ = (
+        "_open_slices", "group", "group_name", "optimize", "prescaled", "rank", "size", "streams",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -94,6 +96,7 @@ class TensorParallel:
         self.optimize: Final[Optimize] = optimize
         self.group: Final = group
         self.streams: Final = Draws()
+        self._open_slices: tuple[int, isolated_draws] | None = None
 
     @classmethod
     def over(
@@ -145,12 +148,33 @@ class TensorParallel:
         if self.size == 1:
             yield
             return
+        with isolated_draws(self._seed(module, sliced=sliced), device, guard_python=False):
+            yield
+
+    def begin_slices(self, module: int, device: torch.device) -> None:
+        """Go on with a random stream for slices, until `end_slices`.
+
+        For a pair of split layers with the user's code between them.
+        """
+        seed = self._seed(module, sliced=True)
+        self._open_slices = seed, isolated_draws(seed, device, guard_python=False).__enter__()
+
+    def end_slices(self) -> None:
+        """Go on where `begin_slices` was called, unless another stream has taken over since.
+
+        A unit has a stream of its own, which ends with it; its layers may be another's partners.
+        """
+        if self._open_slices is None:
+            return
+        seed, stream = self._open_slices
+        self._open_slices = None
+        if torch.default_generator.initial_seed() == seed:
+            stream.__exit__()
+
+    def _seed(self, module: int, *, sliced: bool) -> int:
         drawn = int(torch.empty((), dtype=torch.int64).random_())
         seed = self.streams.seed_for(module, drawn)
-        place = self.rank if sliced else 0
-        seed = mix_seed(seed, _SLICED if sliced else _REPLICATED, place)
-        with isolated_draws(seed, device, guard_python=False):
-            yield
+        return mix_seed(seed, _SLICED if sliced else _REPLICATED, self.rank if sliced else 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
         return self

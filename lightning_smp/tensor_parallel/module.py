@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from lightning_smp.deferred import is_deferred, value_of
+from lightning_smp.deferred import become, deferring, is_deferred, take_part, value_of
 from lightning_smp.errors import ConfigError
 from lightning_smp.process_state import state
 from lightning_smp.tensor_parallel.context import TensorParallel
@@ -79,6 +79,15 @@ class DistributedModule(nn.Module):
         self.scaled_batch_parameters = set()
         self.ordinal = 0
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; what it exchanges is noted under its name."""
+        trail = state.calls.trail
+        outer, trail.at = trail.at, self.ordinal
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            trail.at = outer
+
     def add_split_parameter(
         self, name: str, sharding: Sharding, *, dtype: Any = None, device: Any = None
     ) -> nn.Parameter:
@@ -90,7 +99,7 @@ class DistributedModule(nn.Module):
         return parameter
 
     def fill(self, name: str, fill: Callable[[Tensor], object]) -> None:
-        """Initialise a parameter: fill the full tensor, one at a time, and keep this rank's part.
+        """Initialise a parameter as this rank's part of the full tensor that `fill` fills.
 
         With equal seeds the ranks hold what one device would; the generators go on alike.
         """
@@ -99,9 +108,14 @@ class DistributedModule(nn.Module):
             if sharding is None or self.tp.size == 1:
                 fill(parameter)
                 return
-            full = parameter.new_empty(sharding.shape)
-            fill(full)
-            parameter.copy_(sharding.shard(full, self.tp.rank))
+            part = sharding.part(self.tp.rank)
+            with deferring():
+                full = parameter.new_empty(sharding.shape)
+                fill(full)
+            if is_deferred(parameter):
+                become(parameter, take_part(full, part))
+            else:
+                parameter.copy_(value_of(full, part=part))
 
     def draws(self, device: torch.device, *, sliced: bool) -> AbstractContextManager[None]:
         """Run the body on a random stream for sliced values, or for those all ranks have alike."""
@@ -128,12 +142,15 @@ class DistributedModule(nn.Module):
             RuntimeError: torch's, for missing and unexpected keys.
         """
         full = self.from_original(dict(original))
-        shardings = shardings_of(self)
-        parts: dict[str, Any] = {}
-        for name, value in full.items():
-            real = value_of(value) if is_deferred(value) else value
-            parts[name] = shardings[name].shard(real, self.tp.rank) if name in shardings else real
-        self.load_state_dict(parts)
+        parts: dict[str, Any] = dict(full)
+        for name, sharding in shardings_of(self).items():
+            value = full.get(name)
+            if isinstance(value, Tensor) and tuple(value.shape) == sharding.shape:
+                parts[name] = take_part(value, sharding.part(self.tp.rank))
+        is_deferring = any(is_deferred(p) for p in self.parameters())
+        if not is_deferring:
+            parts = {k: value_of(v) if is_deferred(v) else v for k, v in parts.items()}
+        self.load_state_dict(parts, assign=is_deferring)
 
 
 def distributed_modules(model: nn.Module) -> Iterator[tuple[str, DistributedModule]]:

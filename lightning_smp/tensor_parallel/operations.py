@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_smp.native.kernels.slices import pack
+from lightning_smp.process_state import state
+from lightning_smp.trail import Operation
 
 __all__ = [
     "COLLECTIVES",
@@ -37,6 +39,22 @@ _TAGS: Final = (torch.Tag.pt2_compliant_tag,)
 def _group(name: str) -> Any:
     """Return the process group that torch has registered under a name."""
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined,unused-ignore]
+
+
+class _noted:  # noqa: N801 - a context manager, used like a function
+    """Notes that an operation runs; the numbers are equal on all ranks of the group."""
+
+    __slots__ = ("_numbers", "_operation")
+
+    def __init__(self, operation: Operation, *numbers: int) -> None:
+        self._operation, self._numbers = operation, numbers
+
+    def __enter__(self) -> None:
+        state.calls.trail.begin(self._operation, *self._numbers)
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if error is None:  # what failed in it stays there
+            state.calls.trail.end()
 
 
 def _with_length(x: Tensor, dim: int, length: int) -> list[int]:
@@ -73,7 +91,8 @@ def _all_gather(x: Tensor, dim: int, sizes: Sizes, rank: int, group: str) -> Ten
         own = x.new_empty(_with_length(x, dim, longest))
         own.narrow(dim, 0, x.shape[dim]).copy_(x)
     joined = x.new_empty(len(sizes) * own.numel())
-    _group(group)._allgather_base(joined, own.view(-1)).wait()
+    with _noted(Operation.ALL_GATHER, dim, *sizes):
+        _group(group)._allgather_base(joined, own.view(-1)).wait()
     if dim == 0 and min(sizes) == longest:
         return joined.view(len(sizes) * longest, *x.shape[1:])
     out = joined.view(len(sizes), *own.shape)
@@ -87,7 +106,8 @@ def _all_gather_fake(x: Tensor, dim: int, sizes: Sizes, rank: int, group: str) -
 def _reduce_scatter(x: Tensor, dim: int, sizes: Sizes, rank: int, group: str) -> Tensor:
     packed = _pack(x, dim, sizes)
     out = x.new_empty(_with_length(x, dim, max(sizes)))
-    _group(group)._reduce_scatter_base(out.view(-1), packed).wait()
+    with _noted(Operation.REDUCE_SCATTER, dim, *sizes):
+        _group(group)._reduce_scatter_base(out.view(-1), packed).wait()
     if sizes[rank] == out.shape[dim]:
         return out
     return out.narrow(dim, 0, sizes[rank]).contiguous()
@@ -99,7 +119,8 @@ def _reduce_scatter_fake(x: Tensor, dim: int, sizes: Sizes, rank: int, group: st
 
 def _all_reduce(x: Tensor, group: str) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    _group(group).allreduce([out]).wait()
+    with _noted(Operation.ALL_REDUCE, *x.shape):
+        _group(group).allreduce([out]).wait()
     return out
 
 
@@ -116,7 +137,8 @@ def _all_to_all(
     out = x.new_empty(sum(numels))
     row = x.numel() // x.shape[split_dim]
     lengths = [row * n for n in split]
-    _group(group).alltoall_base(out, _joined(x, split_dim, split), numels, lengths).wait()
+    with _noted(Operation.ALL_TO_ALL, split_dim, *split, join_dim, *join):
+        _group(group).alltoall_base(out, _joined(x, split_dim, split), numels, lengths).wait()
     parts = [part.view(s) for part, s in zip(out.split(numels), shapes, strict=True)]
     return torch.cat(parts, join_dim)
 

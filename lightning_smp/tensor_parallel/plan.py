@@ -287,10 +287,12 @@ class _Planner:
         split = {f"{m.name}.{n}" for m in members for n in m.shardings}
         split |= {f"{m.name}.{n}" for m in members if m.rule.style is Style.SUMMED
                   for n, _ in m.module.named_parameters()}  # fmt: skip
-        split |= {f"{m.name}.bias" for m in members if m.rule.style in _ROWS}
         whole = tuple(n for n, _ in module.named_parameters() if f"{name}.{n}" not in split)
-        is_simple = styles <= _SIMPLE and not whole
+        # A row-wise layer that gives own samples back adds its bias to these.
+        biases = {f"{m.name}.bias" for m in members if m.rule.style in _ROWS}
+        is_simple = styles <= _SIMPLE and all(f"{name}.{n}" in biases for n in whole)
         place = Place.GATHERED if is_simple else Place.REGION
+        whole = () if is_simple else whole
         self.plan.blocks[name] = Block(
             name, module, place, bool(styles & _ROWS), whole, _is_attention(module)
         )

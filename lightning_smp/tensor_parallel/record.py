@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_smp.deferred import Part
 from lightning_smp.errors import ConfigError
 
 __all__ = ["Range", "Sharding", "split_sizes"]
@@ -106,6 +107,10 @@ class Sharding:
             offset += length
         return cls(dim, tuple(shape), tuple(map(tuple, ranges)))
 
+    def part(self, rank: int) -> Part:
+        """Return what `rank` holds, for tensors that are still to be made."""
+        return Part(self.dim, self.ranges[rank])
+
     @property
     def num_ranks(self) -> int:
         """Number of ranks that the tensor is split over."""
@@ -140,8 +145,7 @@ class Sharding:
                 f"A tensor of shape {tuple(full.shape)} was to be split, but the record is for "
                 f"{self.shape}. Give the full tensor."
             )
-        parts = [full.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]]
-        return torch.cat(parts, self.dim).contiguous()
+        return self.part(rank).of(full)
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """Return the full tensor from what all ranks hold, in order of rank.

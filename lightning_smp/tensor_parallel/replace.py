@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
+from lightning_smp.deferred import deferring, is_deferred
 from lightning_smp.errors import ConfigError
 from lightning_smp.placed.random import isolated_draws, mix_seed
 from lightning_smp.tensor_parallel.context import TensorParallel
@@ -242,7 +243,8 @@ class _Worker:
             if tensor is not None and tensor.is_floating_point():
                 torch.set_default_dtype(tensor.dtype)
             device = torch.device("cpu") if tensor is None else tensor.device
-            with device, isolated_draws(seed, device, guard_python=True):
+            lazily = deferring() if is_deferred(tensor) else nullcontext()
+            with device, isolated_draws(seed, device, guard_python=True), lazily:
                 yield
         finally:
             torch.set_default_dtype(dtype)

@@ -99,11 +99,19 @@ class ColumnWise(_SplitLayer):
         weight = self.weight if self.input_dim == 1 else self.weight.t()
         y = F.linear(self._enter(x), weight, self.bias)
         if not self.joins_output:
+            self._draw_for_slices(y)
             return y
         sizes = self.shardings["weight"].sizes
         if self.has_own_samples:
             return exchange(y, self.tp, split_dim=0, join_dim=-1, join=sizes)
         return gather(y, self.tp, -1, sizes, sum_gradient=self.sums_here)
+
+    def _draw_for_slices(self, y: Tensor) -> None:
+        """What follows drops elements of slices: not alike on all ranks."""
+        if self.scope is not None:
+            self.scope.enter_slices()
+        elif self.training and self.tp.prescaled and type(y) is Tensor:
+            self.tp.begin_slices(self.ordinal, y.device)
 
 
 class RowWise(_SplitLayer):
@@ -122,6 +130,8 @@ class RowWise(_SplitLayer):
         y = self._product(x)
         if self.scope is not None:
             self.scope.leave_slices()
+        else:
+            self.tp.end_slices()
         is_mine = self.tp.gathers and self.place is not Place.REGION
         y = scatter_sum(y, self.tp, 0) if is_mine else reduce_out(y, self.tp)
         return y if self.bias is None else y + self.bias

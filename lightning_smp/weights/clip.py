@@ -9,9 +9,10 @@ Clipping by value is element-wise, hence right without any of this.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from lightning_smp.errors import UnsupportedError
 from lightning_smp.weights.ownership import Ownership
 
 __all__ = ["clip_grad_norm", "global_clip", "grad_norm", "total_norm"]
+
+Calling: TypeAlias = Callable[[str], AbstractContextManager[object]]
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -128,18 +131,25 @@ def grad_norm(
 
 
 @contextmanager
-def global_clip(ownership: Ownership, group: dist.ProcessGroup | None) -> Iterator[None]:
+def global_clip(
+    ownership: Ownership, group: dist.ProcessGroup | None, calling: Calling = nullcontext
+) -> Iterator[None]:
     """Make the user's own calls of torch's norm functions give the norm over all stages.
 
     Inside, `torch.nn.utils.clip_grad_norm_` and `get_total_norm` are collective over `group` when
     they get parameters of the module or gradients of them, also where the user imported the former
     by name. For other tensors they do as ever. Made for hooks that all ranks run, such as
     `on_before_optimizer_step` and `configure_gradient_clipping`.
+
+    Args:
+        ownership: whose parameters they are.
+        group: the ranks that hold them together; None changes nothing.
+        calling: a context around what is collective, given its name.
     """
     if group is None:
         yield
         return
-    norms = _GlobalNorms(ownership, group)
+    norms = _GlobalNorms(ownership, group, calling)
     patches = [
         (torch.nn.utils, "clip_grad_norm_", norms.clip_grad_norm_),
         (torch.nn.utils, "get_total_norm", norms.get_total_norm),
@@ -163,6 +173,7 @@ class _GlobalNorms:
 
     ownership: Ownership
     group: dist.ProcessGroup
+    calling: Calling
 
     def clip_grad_norm_(
         self,
@@ -181,15 +192,16 @@ class _GlobalNorms:
             total = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
             clip_grads_with_norm_(members, max_norm, total, foreach)
             return total
-        return clip_grad_norm(
-            members,
-            max_norm,
-            self.ownership,
-            self.group,
-            norm_type=norm_type,
-            error_if_nonfinite=error_if_nonfinite,
-            foreach=foreach,
-        )
+        with self.calling("clip_grad_norm_()"):
+            return clip_grad_norm(
+                members,
+                max_norm,
+                self.ownership,
+                self.group,
+                norm_type=norm_type,
+                error_if_nonfinite=error_if_nonfinite,
+                foreach=foreach,
+            )
 
     @torch.no_grad()
     def get_total_norm(
@@ -214,7 +226,8 @@ class _GlobalNorms:
         counts = (float(known), float(len(given) - known))
         local = _local_norm(counted, norm_type)
         device = everyone[0].device if everyone else torch.device("cpu")
-        exchange = _exchange(local, norm_type, counts, self.group, device)
+        with self.calling("get_total_norm()"):
+            exchange = _exchange(local, norm_type, counts, self.group, device)
         any_known, any_unknown = exchange.sums
         if any_unknown and any_known:
             raise _mixed("get_total_norm", "tensors")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_smp.deferred import deferring, is_deferred, realize_module, value_of
+from lightning_smp.deferred import Part, deferring, is_deferred, realize_module, value_of
 from lightning_smp.weights.ownership import Ownership, materialize, release
 from tests.deferred.models import HUGGING_FACE, MODELS, assert_same, built_twice
 
@@ -75,7 +75,7 @@ def test_tied_parameters_stay_one_object() -> None:
 
 def test_a_slice_is_taken_before_anything_is_kept() -> None:
     eager, model = built_twice(lambda: nn.Linear(30, 40), deferring())
-    taken = value_of(model.weight, take=lambda whole: whole[10:20])
+    taken = value_of(model.weight, part=Part(0, ((10, 20),)))
     assert torch.equal(taken, eager.weight[10:20])
     assert taken.untyped_storage().nbytes() == taken.numel() * 4
     assert is_deferred(model.weight)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_smp.deferred import deferring, is_deferred, realize, realize_module
+from lightning_smp.deferred import Part, deferring, is_deferred, realize, realize_module
 from lightning_smp.errors import UnsupportedError
 
 
@@ -142,7 +142,7 @@ def test_a_copy_is_independent() -> None:
 def test_a_slice_can_take_the_place_of_the_parameter() -> None:
     model = _linear()
     weight = model.weight
-    realize([weight], take=lambda whole: whole[:2])
+    realize([weight], part=Part(0, ((0, 2),)))
     torch.manual_seed(3)
     assert model.weight is weight
     assert torch.equal(weight, nn.Linear(6, 5).weight[:2])

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_smp import SMPStrategy
@@ -53,6 +54,26 @@ def test_uneven_batches_are_errors_that_name_ranks_on_every_rank(cut: str) -> No
         if cut == "length":
             assert f"({_BATCH}, {LENGTH - 1})" in message
         assert "prescaled_batch=True" in message
+
+
+class _DrawsOnOneRank(Model):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.global_rank == 1:
+            torch.rand(1)
+        return super().training_step(batch, batch_idx)
+
+
+def _drawing_rank(rank: int, world_size: int) -> str:
+    strategy = SMPStrategy(tensor_parallel_degree=world_size, prescaled_batch=True, timeout=40.0)
+    with pytest.raises(CommunicationError) as caught:
+        train(_DrawsOnOneRank("perceptron"), Data(_BATCH), devices=world_size, strategy=strategy)
+    return str(caught.value)
+
+
+def test_ranks_of_one_batch_that_draw_differently_are_an_error() -> None:
+    for message in run_ranks(_drawing_rank, 2, timeout=35):
+        assert "random streams" in message
+        assert "rank 0: ('training_step'" in message
 
 
 def _faulty_rank(rank: int, world_size: int, folder: Path) -> None:
