@@ -174,17 +174,13 @@ class Bench:
     def row(
         self, what: str, strategy: Callable[[], Any], *, replicas: int, rows: int, **kw: Any
     ) -> None:
-        """One line of a table of throughput; a layout that fails says why. Collective."""
-        try:
-            _, clock = self.train(strategy(), rows=rows, **kw)
-        except (torch.OutOfMemoryError, smp.errors.SMPError) as error:
-            self.say(f"| {what} | {type(error).__name__}: {str(error).splitlines()[0][:90]} | | |")
-        else:
-            step = median(clock.taken[_WARM:])
-            tokens = replicas * rows * kw["length"] / step / self.size
-            peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device="cuda")
-            dist.all_reduce(peak, dist.ReduceOp.MAX)
-            self.say(f"| {what} | {step:.3f} | {tokens:.0f} | {float(peak):.1f} |")
+        """One line of a table of throughput. Collective."""
+        _, clock = self.train(strategy(), rows=rows, **kw)
+        step = median(clock.taken[_WARM:])
+        tokens = replicas * rows * kw["length"] / step / self.size
+        peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device="cuda")
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        self.say(f"| {what} | {step:.3f} | {tokens:.0f} | {float(peak):.1f} |")
         _forget()
 
 
@@ -252,7 +248,8 @@ def _bubble(bench: Bench) -> None:
             kept = _Kept()
             strategy = SMPStrategy(
                 pipeline_parallel_degree=n, microbatches=m, virtual_pipeline_degree=chunks,
-                timeline_every_n_steps=2, auto_partition=chunks > 1, memory_weight=0.0,
+                timeline_every_n_steps=2, auto_partition=chunks > 1, default_partition=0,
+                memory_weight=0.0,
             )  # fmt: skip
             make = lambda: Blocks(width, layers, n)  # noqa: E731
             _, clock = bench.train(

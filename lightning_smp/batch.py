@@ -88,11 +88,17 @@ def split_batch(
     if microbatches == 1:
         return [Microbatch(batch, _weight(batch), 0)]
     axis_of = _AxisOf.parse(batch, axes)
-    size = _common_size(batch, axis_of, microbatches)
+    size = None if axes else _size_of_flat(batch)
+    is_flat = size is not None
+    if not is_flat:
+        size = _common_size(batch, axis_of, microbatches)
     bounds = _bounds(size, microbatches, allow_uneven)
     if len(bounds) == 1:
         return [Microbatch(batch, bounds[0][1], 0)]
-    values = _Splitter(size, bounds).split_top(batch, axis_of)
+    if is_flat:
+        values = [_slice_flat(batch, start, length) for start, length in bounds]
+    else:
+        values = _Splitter(size, bounds).split_top(batch, axis_of)
     return [
         Microbatch(value, length, start)
         for value, (start, length) in zip(values, bounds, strict=True)
@@ -190,6 +196,39 @@ class _Splitter:
                 f"sample. Use a tensor or an array there, another batch size, or {_FIX}."
             )
         return True
+
+
+def _size_of_flat(batch: Any) -> int | None:
+    """The size of a flat batch, a tuple, list or dict of plain tensors of one size; else None.
+
+    Most batches are flat, and each step cuts one: looking for containers takes far longer.
+    """
+    if type(batch) is dict:
+        members = batch.values()
+    elif type(batch) is tuple or type(batch) is list:
+        members = batch
+    else:
+        return None
+    size: int | None = None
+    for member in members:
+        if type(member) is not Tensor or not member.ndim or not _is_dense(member):
+            return None
+        if size is None:
+            size = member.shape[0]
+        elif member.shape[0] != size:
+            return None
+    return size
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _slice_flat(batch: Any, start: int, length: int) -> Any:
+    """One piece of a flat batch."""
+    if type(batch) is dict:
+        return {key: tensor.narrow(0, start, length) for key, tensor in batch.items()}
+    return type(batch)([tensor.narrow(0, start, length) for tensor in batch])
 
 
 def _weight(batch: Any) -> int:

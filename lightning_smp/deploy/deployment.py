@@ -31,9 +31,15 @@ from lightning_smp.groups import Groups
 from lightning_smp.partitioning import AtomCost, Partition, find_atoms, report
 from lightning_smp.partitioning.marks import marked_stages
 from lightning_smp.placed.compiling import UnitCompiler
-from lightning_smp.placed.random import DrawState, mix_seed, seed_everywhere
+from lightning_smp.placed.random import (
+    DrawState,
+    digest_torch_draws,
+    mix_seed,
+    seed_everywhere,
+)
 from lightning_smp.placed.runtime import Runtime
 from lightning_smp.placed.seeding import SeededUnits
+from lightning_smp.process_state import state
 from lightning_smp.schedule import read_schedule
 from lightning_smp.weights.comm_hook import CommHook
 from lightning_smp.weights.gradients import GradientReducer
@@ -194,7 +200,7 @@ class Deployment:
             manual=None if manual is None else dict(manual),
             virtual_stages=config.virtual_pipeline_degree,
             policy=config.partition_policy,
-            skip_tracing=config.skip_tracing,
+            skip_tracing=config.skip_tracing, device=self.device,
         )  # fmt: skip
 
     def install(self, partition: Partition, optimizers: Sequence[Any] = ()) -> None:
@@ -322,7 +328,10 @@ class Deployment:
         """
         tensor = self.ownership.tensor
         if tensor.is_active:
-            self.tensor_group.agree(plan.name, (plan.specs, f"last batch: {self.is_last_batch}"))
+            detail = [plan.specs, f"last batch: {self.is_last_batch}"]
+            if self.config.prescaled_batch:
+                detail.append(f"random streams: {digest_torch_draws(self.device):08x}")
+            self.tensor_group.agree(plan.name, tuple(detail), state.calls.trail)
             rest = plan.seed[2:]  # the second is which share of the data it is
             tensor.tp.streams.begin(plan.seed[0], self.groups.rdp_rank, *rest)
         if self.engine is not None:
@@ -339,7 +348,7 @@ class Deployment:
             CommunicationError: others are somewhere else.
         """
         if self.ownership.tensor.is_active:
-            self.tensor_group.agree(what, "outside of steps")
+            self.tensor_group.agree(what, "outside of steps", state.calls.trail)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The numbers of tensors that a step gave, detached, on every rank. Collective over pp."""

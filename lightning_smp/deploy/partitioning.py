@@ -11,6 +11,7 @@ from torch import nn
 from lightning_smp.engine.control import Control
 from lightning_smp.errors import PartitionError, UnsupportedError
 from lightning_smp.partitioning import (
+    DeviceModel,
     Partition,
     analyze,
     count_parameters,
@@ -21,6 +22,7 @@ from lightning_smp.partitioning import (
     plan_partition,
 )
 from lightning_smp.partitioning.atoms import is_boundary
+from lightning_smp.partitioning.device import CPU
 from lightning_smp.placed.compiling import UnitCompiler
 from lightning_smp.placed.metrics import MetricBoundary, find_metrics
 from lightning_smp.placed.runtime import Runtime
@@ -51,6 +53,7 @@ def plan_model(
     virtual_stages: int = 1,
     policy: Literal["contiguous", "tree"] = "contiguous",
     skip_tracing: bool = False,
+    device: torch.device | None = None,
 ) -> Partition:
     """Decides where every unit lives. Collective over pp.
 
@@ -67,6 +70,7 @@ def plan_model(
         virtual_stages: chunks of the model per stage.
         policy: rule of the automatic split.
         skip_tracing: split by parameter counts in module order, without a run on fake tensors.
+        device: where the stages run.
 
     Raises:
         PartitionError: the ranks built different models, or there is nothing to divide.
@@ -77,7 +81,11 @@ def plan_model(
     else:
         mode = new_fake_mode()
         fake = fake_batch(batch, mode)
-        analysis = analyze(module, lambda copy: call(copy, fake), atoms, mode=mode)
+        on_cpu = device is not None and device.type == "cpu"
+        analysis = analyze(
+            module, lambda copy: call(copy, fake), atoms, mode=mode,
+            device=CPU if on_cpu else DeviceModel(),
+        )  # fmt: skip
     partition = plan_partition(
         module, analysis, atoms, num_stages, memory_weight=memory_weight,
         tied_parameters=tied_parameters, default_partition=default_partition, manual=manual,

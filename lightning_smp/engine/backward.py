@@ -52,9 +52,8 @@ class Backwards:
         """One segment's backward, or its first part: gradients in, autograd, gradients out."""
         program, segment = run.program, run.segments[ordinal]
         seeds: dict[int, torch.Tensor] = {}
-        for index in segment.left:
-            if index not in program.gradient_edges:
-                continue
+        leaving = [index for index in segment.left if index in program.gradient_edges]
+        for index in leaving:
             gradient = self._incoming_gradient(run, program.edges[index])
             if gradient is not None:
                 seeds[index] = gradient
@@ -74,7 +73,7 @@ class Backwards:
             self.channels.send(gradient, edge.source[0], copy=retain_graph)
         segment.roots.clear()
         if not retain_graph:
-            for index in program.gradient_edges.intersection(segment.left):
+            for index in leaving:
                 del segment.left[index]
 
     def _run_later_part(self, run: MicrobatchRun, ordinal: int) -> None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Hashable
 from datetime import timedelta
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ Directions = dict[tuple[int, int], dist.ProcessGroup]
 
 _MAX_BLOCKS = 4
 """Thread blocks of a communicator between two stages."""
+
+_AHEAD = 2
+"""Actions by which receives are posted earlier where a posted receive holds up nobody."""
 
 _MAX_UNFINISHED = 256
 """Sends whose buffers are kept before the oldest is waited for."""
@@ -55,6 +58,10 @@ class Channels:
             staged through host memory.
         directions: for NCCL, the group of each (source stage, target stage) that this rank is in,
             from `make_directions`.
+
+    Attributes:
+        ahead: by how many actions receives may be posted earlier than they must.
+        clock: measures waits while it is set.
     """
 
     def __init__(
@@ -74,6 +81,7 @@ class Channels:
                 back = group if directions is None else directions[stage, here]
                 self._outward[stage] = (there, dist.get_group_rank(there, peer))
                 self._inward[stage] = (back, dist.get_group_rank(back, peer))
+        self.ahead = _AHEAD if directions is None else 0
         self._stages = device.type == "cuda" and dist.get_backend(group) == "gloo"
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
         self.clock: StepClock | None = None
@@ -86,17 +94,22 @@ class Channels:
             payload = payload.cpu().contiguous()
         elif copy or not payload.is_contiguous():
             payload = payload.clone(memory_format=torch.contiguous_format)
-        payload = _sendable(payload)
+        if payload.dtype not in _CARRIED:
+            payload = _as_bytes(payload)
         # The group's own method: the checks of dist.isend cost as much as the message.
         group, peer = self._outward[stage]
-        work = group.send([payload], peer, 0)
-        self._sends.append((work, payload))
+        self._sends.append((group.send([payload], peer, 0), payload))
         if len(self._sends) > _MAX_UNFINISHED:
             self._sends.popleft()[0].wait()
 
     def post(self, stage: int, key: Hashable, spec: TensorSpec) -> None:
         """Posts the receive of the next tensor from a stage; `take` gives it by its key."""
-        self._inbound[stage].post(key, spec)
+        host = self._stages or not spec.on_run_device
+        buffer = torch.empty(spec.shape, dtype=spec.dtype, device=_CPU if host else self._device)
+        flat = buffer if spec.dtype in _CARRIED else _as_bytes(buffer)
+        group, peer = self._inward[stage]
+        work = group.recv([flat], peer, 0)
+        self._inbound[stage].posted.append(_Posted(key, spec, work, buffer, flat))
 
     def take(self, stage: int, key: Hashable) -> torch.Tensor:
         """The tensor whose receive was posted with this key; waits until it is there."""
@@ -117,21 +130,31 @@ class Channels:
         while self._sends:
             self._sends.popleft()[0].wait()
 
-    def _post(self, stage: int, spec: TensorSpec) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        host = self._stages or not spec.on_run_device
-        device = _CPU if host else self._device
-        buffer = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-        flat = _sendable(buffer)
-        group, peer = self._inward[stage]
-        return group.recv([flat], peer, 0), buffer, flat
+    def land(self, posted: _Posted, stage: int) -> torch.Tensor:
+        """Waits for a posted receive and gives its tensor, on the device where it belongs."""
+        if self.clock is None:
+            posted.work.wait()
+        else:
+            self.clock.wait(posted.work, stage, posted.key)
+        if self._stages and posted.spec.on_run_device:
+            return posted.buffer.to(self._device)
+        return posted.buffer
 
-    def _land(self, buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-        return buffer.to(self._device) if self._stages and spec.on_run_device else buffer
+
+class _Posted(NamedTuple):
+    """A receive that was posted."""
+
+    key: Hashable
+    spec: TensorSpec
+    work: Any
+    buffer: torch.Tensor
+    sent: torch.Tensor
+    """The buffer, or its bytes."""
 
 
-def _sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor itself where every backend can send its type, else its bytes."""
-    return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor whose type some backend cannot send."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def make_directions(topology: Topology, rank: int, timeout: timedelta) -> Directions:
@@ -160,31 +183,23 @@ class _Inbound:
     """What one stage sends here."""
 
     def __init__(self, channels: Channels, stage: int) -> None:
+        self.posted: deque[_Posted] = deque()
         self._channels = channels
         self._stage = stage
-        self._posted: deque[tuple[Hashable, TensorSpec, Any]] = deque()
         self._arrived: dict[Hashable, torch.Tensor] = {}
 
-    def post(self, key: Hashable, spec: TensorSpec) -> None:
-        self._posted.append((key, spec, self._channels._post(self._stage, spec)))
-
     def take(self, key: Hashable) -> torch.Tensor:
-        found = self._arrived.pop(key, None)
-        while found is None:
-            assert self._posted, f"no receive from stage {self._stage} is posted for {key}"
-            posted_key, spec, (work, buffer, _) = self._posted.popleft()
-            if self._channels.clock is None:
-                work.wait()
-            else:
-                self._channels.clock.wait(work, self._stage, posted_key)
-            tensor = self._channels._land(buffer, spec)
-            if posted_key == key:
-                found = tensor
-            else:
-                self._arrived[posted_key] = tensor
-        return found
+        if self._arrived and key in self._arrived:
+            return self._arrived.pop(key)
+        while True:
+            assert self.posted, f"no receive from stage {self._stage} is posted for {key}"
+            posted = self.posted.popleft()
+            tensor = self._channels.land(posted, self._stage)
+            if posted.key == key:
+                return tensor
+            self._arrived[posted.key] = tensor
 
     def drain(self) -> None:
         self._arrived.clear()
-        while self._posted:
-            self._posted.popleft()[2][0].wait()
+        while self.posted:
+            self.posted.popleft().work.wait()

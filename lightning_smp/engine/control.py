@@ -24,6 +24,7 @@ class Control:
     def __init__(self, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
         self._ranks = ranks
         self._group = group
+        self._broadcasts = [_from(dist.get_group_rank(group, rank)) for rank in ranks]
 
     def publish(self, obj: Any, stage: int) -> Any:
         """Returns the object of ``stage`` on every stage. Collective over pp: all must call."""
@@ -31,7 +32,7 @@ class Control:
 
     def share(self, tensor: torch.Tensor, stage: int) -> None:
         """Fills a CPU tensor on all stages with that of one. Collective over pp: all must call."""
-        dist.broadcast(tensor, self._ranks[stage], self._group)
+        self._group.broadcast([tensor], self._broadcasts[stage]).wait()
 
     def agree(self, obj: Any) -> list[Any]:
         """Returns every stage's object, by stage. Collective over pp: all must call."""
@@ -58,3 +59,9 @@ class Control:
                 "stage."
             )
         return [said for _, said in gathered]
+
+
+def _from(root: int) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    return options

@@ -11,17 +11,17 @@ import torch
 
 from lightning_smp.engine.channels import Channels
 from lightning_smp.engine.control import Control
+from lightning_smp.engine.course import Course, plan_course
+from lightning_smp.engine.fetching import Fetching
 from lightning_smp.engine.fiber import FiberPool
 from lightning_smp.engine.messages import segment_graph
 from lightning_smp.engine.meter import UnitMeter
 from lightning_smp.engine.plan import StepPlan
-from lightning_smp.engine.posting import Receive, one_order, receives_before
 from lightning_smp.engine.step import Step
 from lightning_smp.partitioning.costs import AtomCost
 from lightning_smp.placed.outer import outer_patches
 from lightning_smp.placed.runtime import Runtime
-from lightning_smp.placed.tensor import PlacedTensor
-from lightning_smp.program import EVERYWHERE, Program
+from lightning_smp.program import Program
 from lightning_smp.schedule import Schedule, SegmentGraph, fit_schedule, make_schedule
 from lightning_smp.timeline import StepClock, StepRecord
 
@@ -70,7 +70,8 @@ class PipelineEngine:
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._always_recorded: set[Hashable] = set()
         self._known_names: set[str] = set()
-        self._schedules: dict[Hashable, tuple[Schedule, list[list[Receive]]]] = {}
+        self._courses: OrderedDict[Hashable, Course] = OrderedDict()
+        self.fetching = Fetching(self.rank, control)
         self._pool = FiberPool()
         self._step: Step | None = None
         self._measured: list[Any] | None = None
@@ -80,6 +81,7 @@ class PipelineEngine:
         """Runs a step; returns what the bodies returned. Collective over pp."""
         assert self._step is None
         self._step = step = Step(self, plan)
+        self.fetching.forget()
         if self.meter is not None:
             self.meter.begin_step()
         try:
@@ -117,45 +119,7 @@ class PipelineEngine:
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The numbers of placed tensors on every rank, after their step. Collective over pp."""
-        by_home: dict[int, list[int]] = {}
-        for ordinal, tensor in enumerate(tensors):
-            if isinstance(tensor, PlacedTensor) and tensor._value.home != EVERYWHERE:
-                by_home.setdefault(tensor._value.home, []).append(ordinal)
-        found: dict[int, torch.Tensor] = {}
-        for home, ordinals in sorted(by_home.items()):
-            numbers = self._shared([tensors[k] for k in ordinals], home)
-            found.update(zip(ordinals, numbers, strict=True))
-        return [self._fetched(tensor, found.get(k)) for k, tensor in enumerate(tensors)]
-
-    def _shared(self, tensors: list[torch.Tensor], home: int) -> list[torch.Tensor]:
-        """Tensors of one home in one message; every rank knows their types and shapes."""
-        with torch._C.DisableTorchFunctionSubclass():
-            sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-            message = torch.empty(sum(sizes), dtype=torch.uint8)
-            parts = message.split(sizes)
-            if home == self.rank:
-                for part, tensor in zip(parts, tensors, strict=True):
-                    local = tensor._value.local.detach().cpu().contiguous()  # type: ignore[attr-defined]
-                    part.copy_(local.view(-1).view(torch.uint8))
-            if sum(sizes):
-                self.control.share(message, home)
-            if home == self.rank:
-                return tensors  # `_fetched` takes what is here
-            numbers = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
-            for part, made in zip(parts, numbers, strict=True):
-                made.view(-1).view(torch.uint8).copy_(part)
-        return numbers
-
-    def _fetched(self, tensor: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
-        if not isinstance(tensor, PlacedTensor):
-            return tensor.detach()
-        value = tensor._value
-        if value.home in (self.rank, EVERYWHERE):
-            assert value.local is not None
-            return value.local.detach()
-        assert found is not None
-        with torch._C.DisableTorchFunctionSubclass():
-            return found.to(tensor.device)
+        return self.fetching.fetch(tensors)
 
     def forget(self, costs: Mapping[int, AtomCost]) -> None:
         """Units have moved: all programs are recorded anew.
@@ -165,7 +129,7 @@ class PipelineEngine:
         """
         self.costs = costs
         self.programs = []
-        for kept in (self._programs, self._always_recorded, self._known_names, self._schedules):
+        for kept in (self._programs, self._always_recorded, self._known_names, self._courses):
             kept.clear()
 
     def remember(self, spec: Hashable, program: Program) -> None:
@@ -175,19 +139,15 @@ class PipelineEngine:
         while len(self._programs) > _MAX_PROGRAMS:
             self._programs.popitem(last=False)
 
-    def make_schedule(
-        self, programs: Mapping[int, Program], train: bool
-    ) -> tuple[Schedule, list[list[Receive]]]:
-        """The order of actions, and the receives to post before each action of this rank.
-
-        From the cache where the same programs ran before.
+    def course_of(self, programs: Mapping[int, Program], train: bool) -> Course:
+        """What this rank does in a step, from the cache where the same programs ran before.
 
         Args:
             programs: by microbatch.
             train: whether there are backwards.
         """
-        key = (tuple((m, id(program)) for m, program in programs.items()), train)
-        found = self._schedules.get(key)
+        key = (tuple([(m, id(program)) for m, program in programs.items()]), train)
+        found = self._courses.get(key)
         if found is None:
             graphs = {
                 id(p): segment_graph(p, self.runtime.num_ranks, self.costs)
@@ -195,11 +155,10 @@ class PipelineEngine:
             }
             schedule = self._new_schedule([graphs[id(p)] for p in programs.values()], train)
             schedule = schedule.of_microbatches(list(programs))
-            order = one_order(schedule.ranks, programs)
-            found = schedule, receives_before(order, programs, self.rank)
-            if len(self._schedules) > _MAX_PROGRAMS:
-                self._schedules.clear()
-            self._schedules[key] = found
+            found = plan_course(self.runtime, schedule, programs, ahead=self.channels.ahead)
+            self._courses[key] = found
+            if len(self._courses) > _MAX_PROGRAMS:
+                self._courses.popitem(last=False)
         return found
 
     def _new_schedule(self, graphs: list[SegmentGraph], train: bool) -> Schedule:

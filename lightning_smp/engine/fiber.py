@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Fiber:
     """
 
     def __init__(self, pool: FiberPool, function: Callable[[], Any]) -> None:
+        self._pool = pool
         self._function = function
         self._mine = _thread.allocate_lock()
         self._theirs = _thread.allocate_lock()
@@ -34,14 +36,18 @@ class Fiber:
         self._context = contextvars.copy_context()
         self._modes = _ThreadModes()
         self._cancelled = False
+        self._started = False
         self.done = False
         self.result: Any = None
         self._error: BaseException | None = None
-        pool.start(self)
 
     def resume(self) -> None:
         """Runs the fiber until it suspends or ends; raises what it raised."""
-        self._mine.release()
+        if self._started:
+            self._mine.release()
+        else:
+            self._started = True
+            self._pool.start(self)
         self._theirs.acquire()
         if self._error is not None:
             error, self._error = self._error, None
@@ -56,18 +62,18 @@ class Fiber:
 
     def cancel(self) -> None:
         """Ends a suspended fiber; its ``finally`` blocks run."""
-        if not self.done:
+        if not self._started:
+            self._started = self.done = True
+        elif not self.done:
             self._cancelled = True
             with contextlib.suppress(Cancelled):
                 self.resume()
 
     def run(self) -> None:
         """Called by the pool's thread."""
-        self._mine.acquire()
         try:
-            if not self._cancelled:
-                with self._modes.applied():
-                    self.result = self._context.run(self._function)
+            with self._modes.applied():
+                self.result = self._context.run(self._function)
         except BaseException as error:
             self._error = error
         finally:
@@ -82,7 +88,7 @@ class FiberPool:
         self._idle: list[_Worker] = []
 
     def start(self, fiber: Fiber) -> None:
-        """Gives the fiber a thread; it waits there for its first `Fiber.resume`."""
+        """Runs the fiber in a thread."""
         worker = self._idle.pop() if self._idle else _Worker(self._idle)
         worker.give(fiber)
 
@@ -123,20 +129,19 @@ class _ThreadModes:
         self._inference = torch.is_inference_mode_enabled()
         self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._autocast = [
-            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in ("cpu", "cuda")
-        ]
+            (device, torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+        ]  # fmt: skip
 
-    def applied(self) -> Any:
-        from contextlib import ExitStack
-
-        stack = ExitStack()
+    def applied(self) -> AbstractContextManager[Any]:
         if self._cuda is not None:
             torch.cuda.set_device(self._cuda)
+        if self._grad and not self._inference and not self._autocast:
+            return nullcontext()  # as in every thread
+        stack = ExitStack()
         if self._inference:
             stack.enter_context(torch.inference_mode())
         stack.enter_context(torch.set_grad_enabled(self._grad))
-        for device, enabled, dtype in self._autocast:
-            if enabled:
-                stack.enter_context(torch.autocast(device, dtype=dtype))
+        for device, dtype in self._autocast:
+            stack.enter_context(torch.autocast(device, dtype=dtype))
         return stack

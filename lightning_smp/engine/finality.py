@@ -17,13 +17,16 @@ __all__ = ["final_parameters"]
 
 
 def final_parameters(
-    row: Sequence[Action], programs: Sequence[Program], rank: int, units: Mapping[int, UnitEntry]
+    row: Sequence[Action],
+    programs: Mapping[int, Program],
+    rank: int,
+    units: Mapping[int, UnitEntry],
 ) -> dict[int, list[nn.Parameter]]:
     """For positions in a rank's row, the parameters that are final after that action.
 
     Parameters that the step's own code uses, and those of units without backward, are left out.
     """
-    used = {id(p): _uses(p, rank) for p in {id(p): p for p in programs}.values()}
+    used = {id(p): _uses(p, rank) for p in {id(p): p for p in programs.values()}.values()}
     last: dict[nn.Parameter, int] = {}
     outer: set[str] = set()
     for position, action in enumerate(row):

@@ -22,6 +22,8 @@ class StepPlan:
         specs: for each microbatch what its shapes depend on; equal specs share a program.
         seed: integers that the seeds of units' streams start with.
         loss_of: finds the loss in what a body returned, or None for a forward-only step.
+        wanted: given what the bodies returned, the tensors that `PipelineEngine.fetch` will be
+            called with right after the step.
         loss_seed: gradient of each microbatch's loss, given what the body returned.
         record: record every microbatch, call by call.
         around_backward: runs a backward that the step itself asked for.
@@ -36,6 +38,7 @@ class StepPlan:
     specs: Sequence[Hashable]
     seed: tuple[int, ...]
     loss_of: Callable[[Any], Any] | None = None
+    wanted: Callable[[list[Any]], list[torch.Tensor]] | None = None
     loss_seed: Callable[[int, Any], torch.Tensor | None] | None = None
     record: bool = False
     around_backward: Callable[[Callable[[], None]], None] | None = None

@@ -24,7 +24,7 @@ from lightning_smp.engine.messages import MessageKey, Programs, sent
 from lightning_smp.program import SegmentNode, TensorSpec
 from lightning_smp.schedule import Action
 
-__all__ = ["Receive", "one_order", "receives_before"]
+__all__ = ["Receive", "earlier", "one_order", "receives_before"]
 
 
 class Receive(NamedTuple):
@@ -91,3 +91,16 @@ def receives_before(
             )
     assert not since, "every message is awaited by an action of its receiver"
     return found
+
+
+def earlier(receives: Sequence[list[Receive]], ahead: int) -> list[list[Receive]]:
+    """The same receives, each posted before the action that is ``ahead`` actions earlier.
+
+    For backends whose posted receives hold up nobody, a message that finds its receive posted
+    arrives without asking for it first.
+    """
+    if not receives or not ahead:
+        return list(receives)
+    first = [receive for early in receives[: ahead + 1] for receive in early]
+    rest = [*receives[ahead + 1 :], *([] for _ in receives[:ahead])]
+    return [first, *rest][: len(receives)]

@@ -19,7 +19,6 @@ from torch import nn
 
 from lightning_smp.engine.backward import Backwards, empty_message
 from lightning_smp.engine.fiber import Fiber
-from lightning_smp.engine.finality import final_parameters
 from lightning_smp.engine.posting import Receive
 from lightning_smp.errors import CommunicationError
 from lightning_smp.placed.outer import OuterMode
@@ -87,6 +86,9 @@ class Step(Backwards):
         """Ends forwards that will not be resumed, and frees what the step kept."""
         for fiber in self.fibers.values():
             fiber.cancel()
+        for run in self.runs:
+            run.close()
+        self.context.close()
 
     def _choose_recorded(self) -> list[int]:
         """Microbatches without a program; all of them in the first step of a name."""
@@ -120,14 +122,12 @@ class Step(Backwards):
             self.settle()
             return
         programs = {m: self.programs[m] for m in followed}
-        schedule, self.receives = self.engine.make_schedule(programs, self.train)
-        self.engine.schedule = schedule
-        self.row = schedule.ranks[self.rank]
+        course = self.engine.course_of(programs, self.train)
+        self.engine.schedule = course.schedule
+        self.row, self.receives = course.row, course.receives
         if self.plan.on_final is not None:
-            units = {unit.index: unit for unit in self.runtime.units}
-            self.final = final_parameters(self.row, self.programs, self.rank, units)
-        names = {name for program in self.programs for name in program.attributes}
-        self.swap = AttributeSwap(sorted(names), self.runtime.outer_modules[""])
+            self.final = course.final
+        self.swap = AttributeSwap(course.attributes, self.runtime.outer_modules[""])
         self.loop()
 
     def _check_schedule(self) -> None:
@@ -135,14 +135,15 @@ class Step(Backwards):
         known = [self.engine._programs.get(spec) for spec in self.plan.specs]
         programs = {m: program for m, program in enumerate(known) if program is not None}
         if self.train and len(programs) == len(known):
-            self.engine.schedule, _ = self.engine.make_schedule(programs, self.train)
+            self.engine.schedule = self.engine.course_of(programs, self.train).schedule
 
     def loop(self) -> None:
         """Runs the rest of this rank's actions, then settles with the others."""
         clock = self.engine.clock
         while self.cursor < len(self.row):
             action = self.row[self.cursor]
-            self._post(self.receives[self.cursor])
+            if self.receives[self.cursor]:
+                self._post(self.receives[self.cursor])
             self.cursor += 1
             if clock is not None:
                 clock.begin()
@@ -166,6 +167,7 @@ class Step(Backwards):
         mine = [
             sorted((m, *what) for m, what in self.deviations.items()),
             digest_draws(self.runtime.device),
+            self._offer(),
         ]
         reports = self.control.agree_at("the end of the step", mine)
         if any(report[0] != reports[0][0] for report in reports):
@@ -176,6 +178,14 @@ class Step(Backwards):
                 "submodules) or in a submodule that uses Python's or NumPy's global generator "
                 "only sometimes. Draw from torch, or outside of data-dependent branches."
             )
+        if not self.deviations:
+            self.engine.fetching.accept([report[2] for report in reports])
+
+    def _offer(self) -> bytes | None:
+        """What the others will ask for, where it is known already."""
+        if self.deviations or self.plan.wanted is None:
+            return None
+        return self.engine.fetching.offer(self.plan.wanted(self.results))
 
     def _finish_deviated(self) -> None:
         """Forwards that left their programs go on call by call, then their backwards."""
@@ -192,6 +202,8 @@ class Step(Backwards):
 
     def _release_adopted(self) -> None:
         """Buffers that the step wrote on one rank get their numbers on all."""
+        if not self.context.adopted:
+            return
         found = [
             buffer
             for module in self.runtime.outer_modules.values()

@@ -11,10 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.autograd import backward as torch_backward
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_smp.placed.splitting import LaterPart, backward_of_inputs
+from lightning_smp.placed.splitting import LaterPart, backward_of_inputs, run_autograd
 
 __all__ = ["Segment", "arrive", "reachable_edges"]
 
@@ -49,7 +48,7 @@ class Segment:
     """What entered and left one segment of one microbatch on this rank.
 
     Attributes:
-        anchor: makes what enters require a gradient.
+        anchor: makes what enters require a gradient; a leaf that never gets one.
         entered: edges whose values entered.
         left: edge -> where its gradient must be put in.
         gradients: edge -> gradient of a value that entered, after the backward.
@@ -58,8 +57,8 @@ class Segment:
 
     __slots__ = ("anchor", "entered", "gradients", "left", "roots")
 
-    def __init__(self) -> None:
-        self.anchor = torch.empty((), requires_grad=True)
+    def __init__(self, anchor: torch.Tensor) -> None:
+        self.anchor = anchor
         self.entered: list[int] = []
         self.left: dict[int, GradientEdge] = {}
         self.gradients: dict[int, torch.Tensor] = {}
@@ -85,7 +84,7 @@ class Segment:
         """
         roots, gradients = self._start(seeds)
         if roots:
-            torch_backward(roots, gradients, retain_graph=retain_graph)
+            run_autograd(roots, gradients, keep_graph=retain_graph)
 
     def backward_of_inputs(self, seeds: dict[int, torch.Tensor]) -> LaterPart:
         """Runs the part of the backward that makes ``gradients``; returns the rest.
@@ -100,8 +99,9 @@ class Segment:
         self.gradients = {}
         roots: list[Any] = [self.left[edge] for edge in seeds]
         gradients = list(seeds.values())
-        roots += [root for root, _ in self.roots]
-        gradients += [gradient for _, gradient in self.roots]
+        for root, gradient in self.roots:
+            roots.append(root)
+            gradients.append(gradient)
         return roots, gradients
 
 

@@ -8,7 +8,7 @@ import torch
 
 from lightning_smp.placed.moving import Moving
 from lightning_smp.placed.operands import Operands
-from lightning_smp.placed.random import digest_draws, isolated_draws, mix_seed
+from lightning_smp.placed.random import digest_draws, isolated_draws, seed_after
 from lightning_smp.placed.structure import map_tensors
 from lightning_smp.placed.tensor import PlacedTensor
 from lightning_smp.placed.units import UnitEntry
@@ -23,7 +23,7 @@ class Executing(Moving):
         """The seed of a unit's own random stream; outer code draws from the replicated one."""
         if type(target) is not UnitEntry:
             return None
-        return mix_seed(*self.context.seed, self.index, target.index, self._count(target))
+        return seed_after(self.seed_state, target.index, self._count(target))
 
     def _count(self, unit: UnitEntry) -> int:
         """The ordinal of this call among those of the unit."""

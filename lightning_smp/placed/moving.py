@@ -123,7 +123,7 @@ class Moving(RunState):
 
     def _enter_segment(self) -> None:
         """Starts this rank's next segment; the engine may do other work first."""
-        self.segments[len(self.segments)] = Segment()
+        self.segments[len(self.segments)] = Segment(self.context.anchor)
         if self.following:
             self.context.pause(self)
 
@@ -134,7 +134,7 @@ class Moving(RunState):
         self.sent.add(edge.index)
         if edge.is_message:
             copy = not self.following or edge.index in self.program.copied_edges
-            self.context.channels.send(tensor.detach(), edge.target[0], copy=copy)
+            self.context.channels.send(tensor, edge.target[0], copy=copy)
 
     def _arrive(self, value: Value, edge: Edge) -> None:
         if edge.source[0] == edge.target[0]:

@@ -16,21 +16,43 @@ from typing import Any
 
 import torch
 
-__all__ = ["DrawState", "digest_draws", "isolated_draws", "mix_seed", "seed_everywhere"]
+__all__ = [
+    "SEED_START",
+    "DrawState",
+    "digest_draws",
+    "digest_torch_draws",
+    "isolated_draws",
+    "mix_seed",
+    "seed_after",
+    "seed_everywhere",
+    "stir",
+]
+
+SEED_START = 0x9E3779B97F4A7C15
+"""The state that seeds are mixed from."""
 
 _MASK = (1 << 64) - 1
 
 
 def mix_seed(*parts: int) -> int:
     """A 63-bit seed from integers (the finaliser of splitmix64, Steele et al., OOPSLA 2014)."""
-    state = 0x9E3779B97F4A7C15
+    return stir(SEED_START, *parts) & (_MASK >> 1)
+
+
+def seed_after(state: int, *parts: int) -> int:
+    """The seed of all parts of which the first have already been stirred into ``state``."""
+    return stir(state, *parts) & (_MASK >> 1)
+
+
+def stir(state: int, *parts: int) -> int:
+    """The state after some of a seed's parts, for those that many seeds begin with."""
     for part in parts:
         state = (state ^ (part & _MASK)) & _MASK
         state = (state + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
-    return state & (_MASK >> 1)
+    return state
 
 
 class DrawState:
@@ -80,13 +102,19 @@ class DrawState:
 
 def digest_draws(device: torch.device) -> int:
     """A hash that is equal on ranks whose default generators are in the same state."""
-    digest = zlib.crc32(_torch_bytes(torch.default_generator))
-    if device.type == "cuda":
-        digest = zlib.crc32(_torch_bytes(_cuda_generator(device)), digest)
+    digest = digest_torch_draws(device)
     numpy_random = _numpy_random()
     if numpy_random is not None:
         digest = zlib.crc32(_numpy_bytes(numpy_random), digest)
     return mix_seed(digest, hash(random.getstate()[1]))
+
+
+def digest_torch_draws(device: torch.device) -> int:
+    """The same for torch's generators only."""
+    digest = zlib.crc32(_torch_bytes(torch.default_generator))
+    if device.type == "cuda":
+        digest = zlib.crc32(_torch_bytes(_cuda_generator(device)), digest)
+    return digest
 
 
 def _torch_bytes(generator: torch.Generator) -> bytes:
@@ -123,38 +151,40 @@ class isolated_draws:  # noqa: N801 - a context manager, used like a function
             costs about 15 microseconds.
     """
 
-    __slots__ = ("_device", "_generators", "_guard_python", "_saved", "_seed")
+    __slots__ = ("_cuda", "_cuda_saved", "_device", "_guard_python", "_saved", "_seed")
 
     def __init__(self, seed: int, device: torch.device, *, guard_python: bool) -> None:
         self._seed = seed
         self._device = device
         self._guard_python = guard_python
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            self._generators.append(_cuda_generator(device))
+        self._cuda = _cuda_generator(device) if device.type == "cuda" else None
 
     def __enter__(self) -> isolated_draws:
         if self._guard_python:
             self._saved: Any = DrawState(self._device)
             seed_everywhere(self._seed, self._device)
             return self
-        self._saved = [generator.get_state() for generator in self._generators]
-        for generator in self._generators:
-            generator.manual_seed(self._seed)
+        generator = torch.default_generator
+        self._saved = generator.get_state()
+        generator.manual_seed(self._seed)
+        if self._cuda is not None:
+            self._cuda_saved = self._cuda.get_state()
+            self._cuda.manual_seed(self._seed)
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self._guard_python:
             self._saved.restore()
             return
-        for generator, state in zip(self._generators, self._saved, strict=True):
-            generator.set_state(state)
+        torch.default_generator.set_state(self._saved)
+        if self._cuda is not None:
+            self._cuda.set_state(self._cuda_saved)
 
     def used(self) -> bool:
         """Whether the body has drawn from torch so far (asked inside it)."""
         now = torch.default_generator.get_state()
         fresh = torch.Generator().manual_seed(self._seed).get_state()
-        drew_cuda = any(generator.get_offset() > 0 for generator in self._generators[1:])
+        drew_cuda = self._cuda is not None and self._cuda.get_offset() > 0
         return drew_cuda or not torch.equal(now, fresh)
 
     def used_python(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.placed.autograd import Segment
 from lightning_smp.placed.functions import function_name, read_everywhere
+from lightning_smp.placed.random import stir
 from lightning_smp.placed.tensor import PlacedTensor, Value, adopt
 from lightning_smp.placed.units import UnitEntry
 from lightning_smp.program import EVERYWHERE, Edge, Entry, Program, SegmentNode, SegmentTracker
@@ -37,12 +38,13 @@ class RunState:
         self.edges: list[Edge] = []
         self.position = 0
         self.tracker = SegmentTracker(self.num_ranks)
-        self.segments: dict[int, Segment] = {0: Segment()}
+        self.segments: dict[int, Segment] = {0: Segment(context.anchor)}
         self.num_values = 0
         self.opaque: dict[int, tuple[Any, ...]] = {}
         self.opaque_objects: list[Any] = []
         self.parameters: dict[int, Value] = {}
         self.calls_of_unit: dict[int, int] = {}
+        self.seed_state = stir(context.seed_state, index)
         self.region: list[tuple[Entry, int | None, Any]] | None = None
         self.in_unit: UnitEntry | None = None
         self.sent_versions: list[tuple[int, Any, int]] = []
@@ -51,6 +53,12 @@ class RunState:
         self.boundary_draws: int | None = None
         self.sent: set[int] = set()
         self.losses: list[tuple[tuple[int, int], SegmentNode]] = []
+
+    def close(self) -> None:
+        """The step is over: lets go of what refers to this run, so that no cycle keeps it."""
+        self.parameters.clear()
+        self.opaque.clear()
+        self.opaque_objects.clear()
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call of outer code."""
@@ -111,7 +119,7 @@ class RunState:
         if home in (self.rank, EVERYWHERE):
             with torch.enable_grad():
                 value.local = tensor.view_as(tensor)  # the object itself becomes the placed one
-        value.is_adopted = True
+        value.is_adopted = self.context.adopted = True
         adopt(tensor, value)
         return value
 

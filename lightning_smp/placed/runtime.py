@@ -16,6 +16,7 @@ from lightning_smp.engine.channels import Channels
 from lightning_smp.engine.control import Control
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.placed.functions import function_name
+from lightning_smp.placed.random import SEED_START, stir
 from lightning_smp.placed.units import UnitEntry
 from lightning_smp.program import Edge, fingerprint
 
@@ -129,6 +130,13 @@ class StepContext:
         control: small messages.
         engine: runs the schedule.
         seed: integers that the seeds of units' random streams start with.
+
+    Attributes:
+        seed_state: the state of seeds after these integers.
+        anchor: makes what enters a segment require a gradient.
+        adopted: whether the step has written a tensor that all ranks held.
+        meter: measures units while it is set.
+        tokens: units' tokens, found in this step.
     """
 
     def __init__(
@@ -142,7 +150,9 @@ class StepContext:
         self.table = runtime.table
         self.channels = channels
         self.control = control
-        self.seed = seed
+        self.seed_state = stir(SEED_START, *seed)
+        self.anchor = torch.empty((), requires_grad=True)
+        self.adopted = False
         self.meter: UnitMeter | None = None
         self.pause = engine.pause
         self.receive = engine.receive
@@ -150,6 +160,10 @@ class StepContext:
         self.backward = engine.backward
         self.tokens: dict[int, tuple[Any, ...]] = {}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def close(self) -> None:
+        """The step is over: lets go of the engine, which would form a cycle with what is kept."""
+        del self.pause, self.receive, self.deviated, self.backward
 
     def key_mark(self, key: tuple[Any, ...]) -> str:
         """A hash of a call's key, equal on ranks that made equal calls."""

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd import backward as torch_backward
 from torch.autograd.graph import GradientEdge
+from torch.autograd.variable import Variable
 
-__all__ = ["LaterPart", "backward_of_inputs"]
+__all__ = ["LaterPart", "backward_of_inputs", "run_autograd"]
 
 _NEVER_SPLIT = "CheckpointFunctionBackward"  # refuses to run with ``inputs``
 
@@ -51,7 +51,7 @@ class LaterPart:
                 gradients.append(product)
         self.products = []
         if roots:
-            torch_backward(roots, gradients)
+            run_autograd(roots, gradients)
         self.roots, self.gradients = [], []
 
 
@@ -123,6 +123,20 @@ _KINDS = {
 }
 
 
+def run_autograd(
+    roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor], *,
+    keep_graph: bool = False, inputs: Sequence[torch.Tensor] = (),
+) -> None:  # fmt: skip
+    """`torch.autograd.backward` for gradients that are all given.
+
+    It enters autograd below the Python of torch's function, which takes as long as the rest of a
+    small backward; autograd itself compares the shapes and types of the gradients.
+    """
+    Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        tuple(roots), tuple(gradients), keep_graph, False, tuple(inputs), True, True
+    )
+
+
 def backward_of_inputs(
     roots: list[Any], gradients: list[torch.Tensor], anchor: torch.Tensor
 ) -> LaterPart:
@@ -141,10 +155,10 @@ def backward_of_inputs(
         return LaterPart(roots=roots, gradients=gradients)
     products = [] if graph.is_whole else graph.put_off()
     if not products:
-        torch_backward(roots, gradients)
+        run_autograd(roots, gradients)
         return LaterPart()
     try:
-        torch_backward(roots, gradients, inputs=[anchor, *graph.parameters_now()])
+        run_autograd(roots, gradients, inputs=[anchor, *graph.parameters_now()])
     finally:
         for product in products:
             product.handle.remove()

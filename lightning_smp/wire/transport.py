@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -98,15 +98,18 @@ def all_gather_objects(
     """Return the objects of all ranks of `group`, in the order of the group's ranks.
 
     Collective over `group`: every rank must call. Memory: group size times the longest object.
+    This rank's own object comes back unchanged, also in the place of equal ones.
 
     Raises:
         TypeError: this rank's object cannot be encoded (the others raise as well).
         CommunicationError: another rank could not encode, or a message is malformed.
     """
     payload = _encode(obj)
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    there: Any = group or dist.group.WORLD
+    ranks = dist.get_process_group_ranks(there)
     blocks = [_empty(BLOCK_BYTES, device) for _ in ranks]
-    dist.all_gather(blocks, payload.block(device), group)
+    # The group's own method: the checks of dist.all_gather cost as much as the message.
+    there.allgather([blocks], [payload.block(device)]).wait()
     starts = [_read_start(block, rank) for block, rank in zip(blocks, ranks, strict=True)]
     width = max(start.rest_bytes for start in starts)
     rests = [_empty(width, device) for _ in ranks]
@@ -114,7 +117,9 @@ def all_gather_objects(
         dist.all_gather(rests, _as_tensor(payload.data[_ROOM:], width, device), group)
     _raise_own(payload)
     return [
-        _finish(start, rest[: start.rest_bytes], rank)
+        obj
+        if not width and start.is_object and start.data == payload.data
+        else _finish(start, rest[: start.rest_bytes], rank)
         for start, rest, rank in zip(starts, rests, ranks, strict=True)
     ]
 

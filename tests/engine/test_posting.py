@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from lightning_smp.engine.messages import forward_messages, gradient_messages, segment_graph, sent
-from lightning_smp.engine.posting import Receive, one_order, receives_before
+from lightning_smp.engine.posting import Receive, earlier, one_order, receives_before
 from lightning_smp.program import Program
 from lightning_smp.schedule import Action, Schedule, make_schedule
 from tests.test_program import edge, entry
@@ -176,3 +176,16 @@ def test_some_are_posted_before_the_action_that_needs_them() -> None:
         for receive in receives if not _needs(action, receive, programs)
     ]  # fmt: skip
     assert early
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 99])
+def test_posting_earlier_keeps_the_order_and_leaves_nothing_out(ahead: int) -> None:
+    programs = [chain(2, 2)] * 4
+    schedule = make_schedule([segment_graph(programs[0], 2)] * 4, "interleaved")
+    table = receives_before(one_order(schedule.ranks, programs), programs, 1)
+    shifted = earlier(table, ahead)
+    assert len(shifted) == len(table)
+    assert _all([shifted]) == _all([table])
+    for position in range(len(table)):
+        upto = table[: position + ahead + 1]
+        assert _all([shifted[: position + 1]]) == _all([upto])

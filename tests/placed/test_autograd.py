@@ -8,6 +8,8 @@ import torch
 
 from lightning_smp.placed.autograd import Segment, arrive, reachable_edges
 
+ANCHOR = torch.empty((), requires_grad=True)
+
 
 def test_two_segments_give_the_gradients_of_one_graph() -> None:
     weight = torch.randn(3, 3, requires_grad=True)
@@ -15,7 +17,7 @@ def test_two_segments_give_the_gradients_of_one_graph() -> None:
     (torch.tanh(x @ weight) @ weight).sum().backward()
     expected, weight.grad = weight.grad, None
 
-    first, second = Segment(), Segment()
+    first, second = Segment(ANCHOR), Segment(ANCHOR)
     sent = torch.tanh(x @ weight)
     first.leave(7, sent)
     received = arrive(sent.detach(), second, 7)
@@ -27,7 +29,7 @@ def test_two_segments_give_the_gradients_of_one_graph() -> None:
 
 
 def test_arrival_may_be_changed_in_place() -> None:
-    segment = Segment()
+    segment = Segment(ANCHOR)
     value = arrive(torch.ones(3), segment, 0)
     assert value.requires_grad
     assert not value.is_leaf
@@ -40,12 +42,12 @@ def test_arrival_may_be_changed_in_place() -> None:
 
 def test_arrival_without_grad_mode_still_has_a_graph() -> None:
     with torch.no_grad():
-        value = arrive(torch.ones(3), Segment(), 0)
+        value = arrive(torch.ones(3), Segment(ANCHOR), 0)
     assert value.requires_grad
 
 
 def test_value_that_enters_twice_gets_the_sum() -> None:
-    segment = Segment()
+    segment = Segment(ANCHOR)
     one, two = (arrive(torch.ones(2), segment, 4) for _ in range(2))
     segment.add_root((one * 2 + two * 3).sum(), torch.ones(()))
     segment.backward({})
@@ -54,7 +56,7 @@ def test_value_that_enters_twice_gets_the_sum() -> None:
 
 
 def test_unused_arrival_gets_no_gradient() -> None:
-    segment = Segment()
+    segment = Segment(ANCHOR)
     used, _ = arrive(torch.ones(2), segment, 0), arrive(torch.ones(2), segment, 1)
     segment.add_root(used.sum(), torch.ones(()))
     segment.backward({})
@@ -63,7 +65,7 @@ def test_unused_arrival_gets_no_gradient() -> None:
 
 def test_value_that_left_may_be_freed() -> None:
     weight = torch.ones(3, requires_grad=True)
-    segment = Segment()
+    segment = Segment(ANCHOR)
     sent = weight * 2
     segment.leave(0, sent)
     ref = weakref.ref(sent)
@@ -75,7 +77,7 @@ def test_value_that_left_may_be_freed() -> None:
 
 
 def test_value_without_gradient_does_not_leave() -> None:
-    segment = Segment()
+    segment = Segment(ANCHOR)
     segment.leave(0, torch.ones(3))
     assert segment.left == {}
     segment.backward({})
@@ -83,7 +85,7 @@ def test_value_without_gradient_does_not_leave() -> None:
 
 
 def test_reachable_edges_stay_in_their_segment() -> None:
-    segment, other = Segment(), Segment()
+    segment, other = Segment(ANCHOR), Segment(ANCHOR)
     a, b, c = (arrive(torch.ones(2), segment, edge) for edge in (3, 1, 2))
     foreign = arrive(torch.ones(2), other, 9)
     segment.leave(5, a * b + foreign)
@@ -94,7 +96,7 @@ def test_reachable_edges_stay_in_their_segment() -> None:
 
 
 def test_graph_may_be_kept() -> None:
-    segment = Segment()
+    segment = Segment(ANCHOR)
     value = arrive(torch.ones(2), segment, 0)
     segment.add_root((value**2).sum(), torch.ones(()))
     for _ in range(2):
