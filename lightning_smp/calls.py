@@ -8,9 +8,7 @@ however long the ranks would wait.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -22,6 +20,7 @@ from lightning_smp.trail import Trail
 
 __all__ = ["Call", "Calls", "Sheet", "endless_wait", "is_loss"]
 
+_PLACES: Final = {axis: place for place, axis in enumerate(AXES)}
 _NO_CALLS: Final = (0,) * len(AXES)
 # Messages of gloo, NCCL and the store: who has such an error has usually lost another rank.
 _CONNECTION: Final = re.compile(
@@ -118,30 +117,24 @@ class Calls:
         self._marks = _NO_CALLS
         self._seen: tuple[tuple[int, int, bool], Sheet] = ((0, 0, False), self.sheet)
         self.explain: Callable[[Call], str | None] = _unexplained
-        self._made: Counter[str] = Counter()
+        self._made: dict[str, int] = {}
 
-    @contextmanager
-    def collective(self, text: str, axis: Axis) -> Iterator[None]:
-        """The body is a call that all ranks of a group must make.
+    def collective(self, text: str, axis: Axis) -> _Opened:
+        """A context whose body is a call that all ranks of a group must make.
+
+        A connection that is lost in it, because another rank has ended its script or never comes to
+        it, is a `CommunicationError` that says so.
 
         Args:
             text: what it is, equal on all of them.
             axis: the group.
-
-        Raises:
-            CommunicationError: a connection was lost in it, because another rank has ended its
-                script or never comes to it.
         """
-        place = AXES.index(axis)
-        self._marks = _plus(self._marks, place, 1)
-        with self._opened(Call(text, self._number(text), axis, self._counts())):
-            yield
+        self._marks = _plus(self._marks, _PLACES[axis], 1)
+        return _Opened(self, Call(text, self._number(text), axis, self._counts()))
 
-    @contextmanager
-    def message(self, text: str, peer: int, *, sends: bool) -> Iterator[None]:
-        """The body sends something to another rank, or receives from it."""
-        with self._opened(Call(text, self._number(text), None, self._counts(), peer, sends)):
-            yield
+    def message(self, text: str, peer: int, *, sends: bool) -> _Opened:
+        """The same for a body that sends something to another rank, or receives from it."""
+        return _Opened(self, Call(text, self._number(text), None, self._counts(), peer, sends))
 
     def where(self) -> Sheet:
         """The sheet, with the exchange of a split module that this rank is in.
@@ -153,7 +146,7 @@ class Calls:
         if key == self._seen[0] or not self.trail.count:
             return self._seen[1] if self.trail.count else sheet
         counts = self._counts()
-        inner = ()
+        inner: tuple[Call, ...] = ()
         if now is not None:
             inner = (Call(self.trail.describe(now), self.trail.count, "tp", counts),)
         serial = sheet.serial + self.trail.count
@@ -163,29 +156,37 @@ class Calls:
 
     def _counts(self) -> tuple[int, ...]:
         """Calls on each axis; exchanges of split modules count on theirs."""
-        return _plus(self._marks, AXES.index("tp"), self.trail.count)
+        count = self.trail.count
+        return _plus(self._marks, _PLACES["tp"], count) if count else self._marks
 
     def _number(self, text: str) -> int:
-        self._made[text] += 1
-        return self._made[text]
+        number = self._made[text] = self._made.get(text, 0) + 1
+        return number
 
-    @contextmanager
-    def _opened(self, call: Call) -> Iterator[None]:
-        outer = self.sheet
+
+class _Opened:
+    """The context of a call. Plain Python and few objects: every step opens some."""
+
+    __slots__ = ("_call", "_calls", "_outer")
+
+    def __init__(self, calls: Calls, call: Call) -> None:
+        self._calls, self._call = calls, call
+
+    def __enter__(self) -> None:
+        call = self._call
+        self._outer = outer = self._calls.sheet
         last = outer.last if outer.open else call
-        self._turn(open=(*outer.open, call), failed=(), counts=call.counts, last=last)
-        try:
-            yield
-        except BaseException as error:
-            self._turn(open=outer.open, failed=(*self.sheet.failed, call))
-            reason = self.explain(call) if is_loss(error) else None
+        self._calls.sheet = Sheet(outer.serial + 1, (*outer.open, call), (), call.counts, last)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        calls, opened = self._calls, self._outer.open
+        now = calls.sheet
+        failed = () if error is None else (*now.failed, self._call)
+        calls.sheet = Sheet(now.serial + 1, opened, failed, now.counts, now.last)
+        if error is not None and is_loss(error):
+            reason = calls.explain(self._call)
             if reason is not None:
                 raise CommunicationError(reason) from error
-            raise
-        self._turn(open=outer.open)
-
-    def _turn(self, **changes: Any) -> None:
-        self.sheet = replace(self.sheet, serial=self.sheet.serial + 1, **changes)
 
 
 def _plus(counts: tuple[int, ...], place: int, more: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ _PATIENCE_S: Final = 0.75  # in one call, until the others are looked at
 _PROOF_S: Final = 1.5  # until they are looked at again: who has moved by then does not wait
 _RARELY_S: Final = 10.0  # between two looks of a few ranks; of many, their looks add up
 _LIBRARIES: Final = tuple(
-    str(Path(folder))
+    str(Path(str(folder)))
     for folder in (
         Path(__file__).parent,
         *(sysconfig.get_paths()[k] for k in ("stdlib", "purelib")),

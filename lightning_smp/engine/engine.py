@@ -134,10 +134,17 @@ class PipelineEngine:
 
     def remember(self, spec: Hashable, program: Program) -> None:
         """Keeps a recorded program for later steps."""
+        self.drop(spec)
         self._programs[spec] = program
-        self._programs.move_to_end(spec)
         while len(self._programs) > _MAX_PROGRAMS:
-            self._programs.popitem(last=False)
+            self.drop(next(iter(self._programs)))
+
+    def drop(self, spec: Hashable) -> None:
+        """Forgets a program, and the courses that it is part of."""
+        program = self._programs.pop(spec, None)
+        for key, course in list(self._courses.items()):
+            if any(part is program for part in course.programs.values()):
+                del self._courses[key]
 
     def course_of(self, programs: Mapping[int, Program], train: bool) -> Course:
         """What this rank does in a step, from the cache where the same programs ran before.

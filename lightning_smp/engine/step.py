@@ -196,7 +196,7 @@ class Step(Backwards):
         self.train |= any(self.runs[m].losses for m in left)
         self._resolve(left)
         for m in left:
-            self.engine._programs.pop(self.plan.specs[m], None)
+            self.engine.drop(self.plan.specs[m])
             if self.train:
                 self._backward_in_order(self.runs[m])
 

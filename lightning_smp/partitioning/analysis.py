@@ -156,7 +156,7 @@ def _run_backward(result: object, watch: CostWatch) -> None:
     """Runs the backward of what a step gave, unless it ran one; without, one is presumed."""
     given = result.get("loss", result) if isinstance(result, Mapping) else result
     roots = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
-    if watch.had_backward or not roots:
+    if not watch.awaits_backward or not roots:
         return
     try:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])

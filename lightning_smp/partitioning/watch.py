@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
@@ -65,6 +66,7 @@ class CostWatch(TorchDispatchMode):
         self._owners: list[str | None] = []
         self._recomputed: dict[int, str] = {}  # the atom, by the number of what recomputes it
         self._had_backward = False
+        self._met_real = False
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -72,9 +74,9 @@ class CostWatch(TorchDispatchMode):
         return tuple(self._order)
 
     @property
-    def had_backward(self) -> bool:
-        """Whether a backward was watched that reached a parameter."""
-        return self._had_backward
+    def awaits_backward(self) -> bool:
+        """Whether none was watched that reached a parameter, and one would reach no real tensor."""
+        return not self._had_backward and not self._met_real
 
     def forget_backward(self) -> None:
         """The backward failed: it is presumed instead."""
@@ -178,6 +180,9 @@ class CostWatch(TorchDispatchMode):
             return
         tally = self._current()
         tally.highest = max(tally.highest, self._memory.live - tally.base)
+        self._met_real |= any(
+            tensor.requires_grad and not isinstance(tensor, FakeTensor) for tensor in operands
+        )
         if kernel is not None:
             tally.forward.append(kernel)
             tally.presumed += [kernel] * self._presumed_gradients(kernel, operands)

@@ -17,7 +17,9 @@ from lightning_smp.process_state import state
 from lightning_smp.script.checkpoint_files import CheckpointFolder, tag_of
 from lightning_smp.script.meeting import meeting
 from lightning_smp.script.partial import PARTIAL_KEY, merge
+from lightning_smp.script.resharding import RECORDS_KEY, join_ranks, records_of
 from lightning_smp.script.saving import file_suffix, read_file, whole_file
+from lightning_smp.tensor_parallel.record import Sharding
 from lightning_smp.wire import all_gather_objects
 
 __all__ = ["resume_from_checkpoint", "save_checkpoint"]
@@ -94,7 +96,8 @@ def resume_from_checkpoint(
     """Gives back the user content at once; model and optimizer take their states at the partition.
 
     Not a collective, but every rank calls, after `DistributedModel` and `DistributedOptimizer` and
-    best before the first step. A partial checkpoint loads into any number of stages.
+    best before the first step. A partial checkpoint loads into any layout: of split tensors a
+    rank reads what it holds now.
 
     Args:
         path: the folder that was given to `save_checkpoint`.
@@ -133,7 +136,8 @@ def resume_from_checkpoint(
             f"There is no partial checkpoint {str(checkpoint)!r}. Pass the tag of one, or "
             f"partial=False for a full one."
         )
-    parts = _read_parts(checkpoint, "model", weights_only)
+    split = model.deployment.ownership.tensor.shardings
+    parts = _read_parts(checkpoint, "model", split, weights_only)
     if parts is not None:
         model.load_state_dict(parts, strict=strict)
     if with_optimizer:
@@ -244,34 +248,54 @@ def _name_tied(module: nn.Module, states: dict[str, Any]) -> None:
             states.update({name: states[known] for name in tied if name not in states})
 
 
-def _read_parts(checkpoint: Path, name: str, weights_only: bool) -> Any:
-    """The parts of all stages as one; the tensors stay in the files until they are read."""
+def _read_parts(
+    checkpoint: Path, name: str, split: Mapping[Any, Sharding], weights_only: bool
+) -> Any:
+    """The parts of all stages as one; the tensors stay in the files until they are read.
+
+    Args:
+        checkpoint: the folder.
+        name: "model" or "optimizer".
+        split: how its tensors are split over the present tensor group.
+        weights_only: as in `resume_from_checkpoint`.
+    """
     layout = _read(checkpoint / "layout.pt", weights_only=True)
     if name not in layout["parts"]:
         return None
-    groups = state.groups
-    if layout["tp_size"] != groups.tp_size:
+    groups, tp_size = state.groups, layout["tp_size"]
+
+    def read(tp_rank: int) -> Any:
+        ending = "" if tp_size == 1 else f"_{tp_rank}"
+        files = [checkpoint / f"{name}_{stage}{ending}.pt" for stage in range(layout["pp_size"])]
+        return merge([_read(file, weights_only) for file in files])
+
+    own = read(groups.tp_rank if tp_size == groups.tp_size else 0)
+    is_split_alike = tp_size == groups.tp_size and own.get(RECORDS_KEY) == records_of(split)
+    if tp_size == 1 or is_split_alike:
+        return own
+    if RECORDS_KEY not in own:
         raise CheckpointError(
-            f"{str(checkpoint)!r} was saved with tensor_parallel_degree={layout['tp_size']}, and "
-            f"this run has {groups.tp_size}: the parts of split weights cannot be merged. Save a "
-            f"full checkpoint (partial=False) to change it, or keep the degree."
+            f"{str(checkpoint)!r} was saved with tensor_parallel_degree={tp_size} and without "
+            f"records of what was split, and this run has {groups.tp_size}: the parts cannot be "
+            "merged. Save it anew with this version, or a full checkpoint (partial=False), in a "
+            "run of the former degree."
         )
-    ending = "" if layout["tp_size"] == 1 else f"_{groups.tp_rank}"
-    files = [checkpoint / f"{name}_{stage}{ending}.pt" for stage in range(layout["pp_size"])]
-    return merge([_read(file, weights_only) for file in files])
+    return join_ranks([read(rank) for rank in range(tp_size)], split, groups.tp_rank)
 
 
 def _resume_optimizer(checkpoint: Path, weights_only: bool) -> None:
-    parts = _read_parts(checkpoint, "optimizer", weights_only)
-    if parts is None:
-        return
-    if state.optimizer is None:
+    if state.optimizer is None and "optimizer" in _read(checkpoint / "layout.pt", True)["parts"]:
         raise SMPError(
             "smp.resume_from_checkpoint was called before smp.DistributedOptimizer, and the "
             "checkpoint has the state of one. Call it after wrapping, or pass "
             "load_optimizer=False."
         )
-    state.optimizer.load_state_dict(parts)
+    if state.optimizer is None:
+        return
+    split = state.optimizer.split_places()
+    parts = _read_parts(checkpoint, "optimizer", split, weights_only)
+    if parts is not None:
+        state.optimizer.load_state_dict(parts)
 
 
 def _together(action: Callable[[], None]) -> list[int]:

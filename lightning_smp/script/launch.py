@@ -53,13 +53,35 @@ class Place:
 
 
 def find_place(environ: Mapping[str, str] = os.environ) -> Place:
-    """Reads the launcher's variables; without a launcher there is one process."""
+    """Reads the launcher's variables; without a launcher there is one process.
+
+    Raises:
+        ConfigError: a variable that is no number, or a rank outside of the world.
+    """
     for names in _LAUNCHERS:
         if names[0] in environ and names[1] in environ:
-            rank, size = int(environ[names[0]]), int(environ[names[1]])
-            local_size = int(environ.get(names[3], size))
-            return Place(rank, size, int(environ.get(names[2], rank % local_size)), local_size)
+            size = _number(environ, names[1], 1)
+            rank = _number(environ, names[0], 0, below=size)
+            local_size = _number(environ, names[3], 1, default=size)
+            local_rank = _number(environ, names[2], 0, default=rank % local_size)
+            return Place(rank, size, local_rank, local_size)
     return Place(0, 1, 0, 1)
+
+
+def _number(
+    environ: Mapping[str, str], name: str, low: int, *, below: int | None = None,
+    default: int | None = None,
+) -> int:  # fmt: skip
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.strip().isdecimal() or not low <= int(text) < (below or 2**31):
+        rule = f"a number from {low}" + ("" if below is None else f" to {below - 1}")
+        raise ConfigError(
+            f"smp.init(): the environment variable {name} is {text!r}; it must be {rule}. Start "
+            "with torchrun or mpirun, which set it."
+        )
+    return int(text)
 
 
 def rendezvous(

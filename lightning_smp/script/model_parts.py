@@ -14,6 +14,7 @@ from lightning_smp.errors import CheckpointError, SMPError
 from lightning_smp.process_state import state
 from lightning_smp.script.meeting import meeting
 from lightning_smp.script.partial import PARTIAL_KEY, merge
+from lightning_smp.script.resharding import RECORDS_KEY, records_of
 from lightning_smp.weights.checkpoint import gather_state_dict, load_full_state_dict
 from lightning_smp.weights.collect import PipelineLinks
 from lightning_smp.wire import all_gather_objects
@@ -115,9 +116,11 @@ class LocalParts:
         Before the split that is all of it. Not a collective.
         """
         deployment = self.deployment
-        if deployment.runtime is None:
-            return {**self.module.state_dict(), PARTIAL_KEY: True}
         ownership = deployment.ownership
+        records = records_of(ownership.tensor.shardings)
+        marks = {PARTIAL_KEY: True, **({RECORDS_KEY: records} if records else {})}
+        if deployment.runtime is None:
+            return {**self.module.state_dict(), **marks}
         with deployment.gathering():
             entries = self.module.state_dict()
         local = {
@@ -125,7 +128,7 @@ class LocalParts:
             for key, value in entries.items()
             if deployment.groups.pp_rank in ownership.stages_of_entry(key)
         }
-        return {**local, PARTIAL_KEY: True}
+        return {**local, **marks}
 
     def state_dict(  # type: ignore[override,unused-ignore]
         self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any
@@ -174,6 +177,7 @@ class LocalParts:
         """
         entries = dict(state_dict)
         is_partial = bool(entries.pop(PARTIAL_KEY, False))
+        entries.pop(RECORDS_KEY, None)
         if not is_partial or self.deployment.groups.pp_size == 1:
             return self._load_whole(self._own_names(entries), strict)
         if not same_partition_load:
@@ -197,7 +201,7 @@ class LocalParts:
 
     def _load_part(self, part: Mapping[str, Any], strict: bool) -> Any:
         with self.deployment.gathering():
-            expected = {key for key in self.local_state_dict() if key != PARTIAL_KEY}
+            expected = {*self.local_state_dict()} - {PARTIAL_KEY, RECORDS_KEY}
             own = self.module.state_dict()
         missing, unexpected = sorted(expected - set(part)), sorted(set(part) - expected)
         if strict and (missing or unexpected):

@@ -15,6 +15,8 @@ from lightning_smp.script.half import make_loss_scale
 from lightning_smp.script.half_optimizer import HalfOptimizer
 from lightning_smp.script.meeting import meeting
 from lightning_smp.script.partial import PARTIAL_KEY, merge
+from lightning_smp.script.resharding import RECORDS_KEY, records_of
+from lightning_smp.tensor_parallel.record import Sharding
 from lightning_smp.weights.checkpoint import gather_optimizer_state, load_optimizer_state
 from lightning_smp.weights.collect import PipelineLinks
 from lightning_smp.wire import all_gather_objects
@@ -212,7 +214,9 @@ class DistributedOptimizer(HalfOptimizer, torch.optim.Optimizer):
         del gather_if_shard
         with self._as_on_one_device() as more:
             own = self.optimizer.state_dict()
-            return {**own, **more, PARTIAL_KEY: True, _PLACES_KEY: self._places()}
+            part = {**own, **more, PARTIAL_KEY: True, _PLACES_KEY: self._places()}
+            records = records_of(self.split_places())
+            return {**part, RECORDS_KEY: records} if records else part
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a whole state, or this rank's part of one; before the split it waits for it.
@@ -243,6 +247,13 @@ class DistributedOptimizer(HalfOptimizer, torch.optim.Optimizer):
                 return part
             return merge(all_gather_objects(dict(part), control))  # type: ignore[no-any-return]
 
+    def split_places(self) -> dict[int, Sharding]:
+        """How the parameters are split over the tensor group, by place in the groups."""
+        deployment = self._deployment()
+        split = {} if deployment is None else deployment.ownership.tensor.by_parameter
+        held = [p for group in self.param_groups for p in group["params"]]
+        return {place: split[p] for place, p in enumerate(held) if p in split}
+
     def _places(self) -> list[int]:
         """Places in the groups, counted through, of the parameters that are real here."""
         deployment = self._deployment()
@@ -262,4 +273,5 @@ def _links(deployment: Deployment) -> PipelineLinks:
 
 
 def _plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: state_dict[key] for key in state_dict if key not in (PARTIAL_KEY, _PLACES_KEY)}
+    marks = (PARTIAL_KEY, _PLACES_KEY, RECORDS_KEY)
+    return {key: state_dict[key] for key in state_dict if key not in marks}

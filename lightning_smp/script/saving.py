@@ -22,10 +22,12 @@ from lightning_smp.errors import CheckpointError, ConfigError
 from lightning_smp.groups import Groups
 from lightning_smp.process_state import state
 from lightning_smp.script.partial import Layout, layout_of, merge, tagged, untagged
+from lightning_smp.script.resharding import has_records, join_ranks
 
 __all__ = ["file_suffix", "load", "read_file", "save", "whole_file"]
 
 _log = logging.getLogger(__name__)
+_NEWEST_PROTOCOL = 3
 
 
 def save(
@@ -47,7 +49,7 @@ def save(
             writes `f`. The other ranks write nothing.
         partial: whether `obj` is this rank's part.
         pickle_module: as in torch; None is Python's pickle.
-        pickle_protocol: as in torch.
+        pickle_protocol: as in torch, but at most 3: what is newer could only be loaded as code.
         v3: with `partial`, all replicas write: `f_{pp_rank}_{tp_rank}_{rdp_rank}`.
 
     Raises:
@@ -63,7 +65,7 @@ def save(
         obj = tagged(obj, _layout(groups))
     options = {} if pickle_module is None else {"pickle_module": pickle_module}
     with whole_file(path) as temporary:
-        torch.save(obj, temporary, pickle_protocol=pickle_protocol, **options)
+        torch.save(obj, temporary, pickle_protocol=_readable(pickle_protocol), **options)
 
 
 def load(
@@ -174,6 +176,15 @@ def _writes(groups: Groups, *, partial: bool, v3: bool) -> bool:
     return groups.rank == 0
 
 
+def _readable(protocol: int) -> int:
+    if protocol > _NEWEST_PROTOCOL:
+        _log.warning(
+            "smp.save(pickle_protocol=%d): torch reads protocols up to %d without running code, "
+            "so %d is written.", protocol, _NEWEST_PROTOCOL, _NEWEST_PROTOCOL,
+        )  # fmt: skip
+    return min(protocol, _NEWEST_PROTOCOL)
+
+
 def _layout(groups: Groups) -> Layout:
     return groups.pp_size, groups.tp_size, groups.rdp_size
 
@@ -213,19 +224,22 @@ def _layout_of_others(path: str, options: dict[str, Any]) -> Layout:
 
 def _load_other_layout(path: str, layout: Layout, groups: Groups, options: dict[str, Any]) -> Any:
     pp_size, tp_size, _ = layout
-    if tp_size != groups.tp_size:
-        raise CheckpointError(
-            f"{path!r} was saved with tensor_parallel_degree={tp_size}, and this run has "
-            f"{groups.tp_size}: the parts of split weights cannot be merged. Save and load with "
-            f"partial=False, or keep the degree."
-        )
     options = {**options, "map_location": options["map_location"] or "cpu"}
-    return merge(
-        [
-            read_file(path + _suffix(stage, groups.tp_rank, tp_size), **options)
-            for stage in range(pp_size)
-        ]
-    )
+
+    def read(tp_rank: int) -> Any:
+        names = [path + _suffix(stage, tp_rank, tp_size) for stage in range(pp_size)]
+        return merge([read_file(name, **options) for name in names])
+
+    if tp_size == groups.tp_size:
+        return read(groups.tp_rank)
+    parts = [read(rank) for rank in range(tp_size)]
+    if tp_size > 1 and not has_records(parts[0]):
+        raise CheckpointError(
+            f"{path!r} was saved with tensor_parallel_degree={tp_size} and without records of what "
+            f"was split, and this run has {groups.tp_size}: the parts cannot be merged. Save what "
+            "local_state_dict() gives, or save and load with partial=False."
+        )
+    return join_ranks(parts)
 
 
 def _require_path(name: str, f: object) -> str:

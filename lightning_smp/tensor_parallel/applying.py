@@ -48,9 +48,11 @@ def apply_plan(
 def fresh_weights(plan: Plan, initialize: Callable[[Tensor], object]) -> None:
     """Give the split parameters of a plan new values, from the present random state."""
     with torch.no_grad():
-        for split in plan.splits.values():
-            for name in split.shardings:
-                parameter = getattr(split.module, name)
+        held = [(split.module, split.shardings) for split in plan.splits.values()]
+        held += [(block.module, block.own) for block in plan.blocks.values()]
+        for module, shardings in held:
+            for name in shardings:
+                parameter = getattr(module, name)
                 if parameter.dim() > 1:
                     initialize(parameter)
                 else:
@@ -117,7 +119,7 @@ def _apply_block(block: Block, tp: TensorParallel, scope: EntryScope, family: Fa
         **counts,
     }
     scaled = block.whole if tp.gathers else ()
-    adopt(module, GatheringBlock, tp, {}, attributes, scaled=scaled)
+    adopt(module, GatheringBlock, tp, block.own, attributes, scaled=scaled)
 
 
 def _sizes(module: nn.Module, size: int, names: tuple[str, str]) -> dict[str, int]:

@@ -30,6 +30,7 @@ _STYLES: Final = {
     "replicated_with_grad_allreduce": Style.SUMMED,
     "mla_kv_a_proj": Style.LATENT,
     "moe_tp_experts": Style.EXPERTS,
+    "local_params": Style.LOCAL,
 }
 _NOTHING: Final = {"replicate"}
 # Of a stacked weight [experts, outputs, inputs]: dimension and fused blocks.
@@ -39,6 +40,8 @@ _STACKED: Final = {
     "packed_colwise": (-2, 2),
     "packed_rowwise": (-1, 2),
 }
+
+_BY_HEAD: Final = {"colwise": (0, 1)}  # a module's own parameters under "local_params"
 
 
 @dataclass(frozen=True)
@@ -117,22 +120,33 @@ def _part(model: nn.Module, getter: str) -> Any:
 
 
 def _translated(model: nn.Module, plan: dict[str, str]) -> Iterator[Rule]:
-    stacked: dict[str, list[tuple[str, int, int]]] = {}
+    held: dict[str, list[tuple[str, int, int]]] = {}  # parameters by the pattern of their module
+    of_modules = {}
     for pattern, style in plan.items():
         owner, _, local = pattern.rpartition(".")
-        if plan.get(owner) == "moe_tp_experts":
-            if style not in _STACKED:
-                raise _refusal(model, pattern, style)
-            stacked.setdefault(owner, []).append((local, *_STACKED[style]))
-    for pattern, style in plan.items():
-        owner = pattern.rpartition(".")[0]
-        if style in _NOTHING or owner in stacked:
+        known = _STACKED if plan.get(owner) == "moe_tp_experts" else _BY_HEAD
+        if known is _BY_HEAD and not _is_parameter(model, pattern, plan.get(owner)):
+            of_modules[pattern] = style
+        elif style not in known:
+            raise _refusal(model, pattern, style)
+        else:
+            held.setdefault(owner, []).append((local, *known[style]))
+    for pattern, style in of_modules.items():
+        if style in _NOTHING:
             continue
         if style not in _STYLES:
             raise _refusal(model, pattern, style)
         direct = _rope_size(model, pattern) if style == "mla_kv_a_proj" else 0
-        dims = tuple(stacked.get(pattern, ()))
+        dims = tuple(held.get(pattern, ()))
         yield Rule(pattern.replace("*", "#"), _STYLES[style], dims=dims, direct=direct)
+
+
+def _is_parameter(model: nn.Module, pattern: str, style_of_owner: str | None) -> bool:
+    """Whether a pattern names parameters of a module that uses its part of them directly."""
+    if style_of_owner != "local_params":
+        return False
+    rule = Rule(pattern.replace("*", "#"), Style.LOCAL)
+    return any(rule.matches(name) for name, _ in model.named_parameters())
 
 
 def _rope_size(model: nn.Module, pattern: str) -> int:

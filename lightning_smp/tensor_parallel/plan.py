@@ -49,6 +49,7 @@ class Style(Enum):
     SUMMED = "summed"  # whole, applied to slices
     LATENT = "latent"  # whole; its last outputs go to slices directly
     EXPERTS = "experts"  # parameters of its own, some of the inner channels of each expert
+    LOCAL = "local"  # parameters of a block's own, one for each attention head
     BLOCK = "block"  # brings the inputs together
 
 
@@ -60,7 +61,8 @@ class Rule:
         pattern: of the dotted name; ``*`` stands for anything, ``#`` for a number.
         style: how.
         blocks: fused blocks along the outputs, each of which is split by itself.
-        dims: of experts: the dimension of each parameter that is split, and its fused blocks.
+        dims: of experts and of a block's own parameters: the dimension of each that is split, and
+            its fused blocks.
         by_user: whether a user wrote it, so that what it cannot do is an error.
         direct: outputs of a latent projection that go to slices directly.
     """
@@ -112,6 +114,7 @@ class Block:
         whole: local names of parameters inside that are not split.
         is_attention: whether attention is computed inside.
         by_user: whether a user's rule names it.
+        own: how parameters of its own are split, by local name.
     """
 
     name: str
@@ -121,6 +124,7 @@ class Block:
     whole: tuple[str, ...] = ()
     is_attention: bool = False
     by_user: bool = False
+    own: dict[str, Sharding] = field(default_factory=dict)
 
 
 @dataclass
@@ -131,12 +135,14 @@ class Plan:
         splits: by name.
         blocks: by name.
         whole: name to reason, of modules that a rule names.
+        own: by name of a module, how parameters of its own are split if it becomes a block.
         modules: all modules by name.
     """
 
     splits: dict[str, Split] = field(default_factory=dict)
     blocks: dict[str, Block] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
+    own: dict[str, dict[str, Sharding]] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict, repr=False)
 
 
@@ -215,6 +221,9 @@ class _Planner:
         if rule.style is Style.BLOCK:
             self.plan.blocks[name] = Block(name, module, Place.GATHERED, False, by_user=True)
             return
+        if rule.style is Style.LOCAL:
+            self.plan.own[name] = _shardings(module, rule, self.tp_size)
+            return
         problem = _misfit(module, rule)
         shardings: dict[str, Sharding] = {}
         if not problem:
@@ -266,6 +275,9 @@ class _Planner:
         if any(other.startswith(name + ".") or name.startswith(other + ".")
                for other in self.plan.blocks):  # fmt: skip
             return "its block is inside another block"
+        odd_own = [n for n, s in self.plan.own.get(name, {}).items() if len(set(s.sizes)) > 1]
+        if odd_own:
+            return f"{self.tp_size} ranks do not divide its {odd_own[0]}"
         if not _is_attention(module):
             return ""
         odd = [count for count in self.heads if count % self.tp_size]
@@ -287,6 +299,8 @@ class _Planner:
         split = {f"{m.name}.{n}" for m in members for n in m.shardings}
         split |= {f"{m.name}.{n}" for m in members if m.rule.style is Style.SUMMED
                   for n, _ in m.module.named_parameters()}  # fmt: skip
+        own = self.plan.own.get(name, {})
+        split |= {f"{name}.{n}" for n in own}
         whole = tuple(n for n, _ in module.named_parameters() if f"{name}.{n}" not in split)
         # A row-wise layer that gives own samples back adds its bias to these.
         biases = {f"{m.name}.bias" for m in members if m.rule.style in _ROWS}
@@ -294,7 +308,7 @@ class _Planner:
         place = Place.GATHERED if is_simple else Place.REGION
         whole = () if is_simple else whole
         self.plan.blocks[name] = Block(
-            name, module, place, bool(styles & _ROWS), whole, _is_attention(module)
+            name, module, place, bool(styles & _ROWS), whole, _is_attention(module), own=own
         )
 
     def _drop(self, name: str, reason: str) -> None:
@@ -429,10 +443,11 @@ def _misfit(module: nn.Module, rule: Rule) -> str:
 
 
 def _shardings(module: nn.Module, rule: Rule, tp_size: int) -> dict[str, Sharding]:
-    if rule.style is Style.EXPERTS:
+    if rule.style in (Style.EXPERTS, Style.LOCAL):
         return {
             name: _sharding(_tensor(module, name).shape, dim, tp_size, blocks)
             for name, dim, blocks in rule.dims
+            if getattr(module, name) is not None
         }
     if rule.style in (Style.SUMMED, Style.LATENT):
         return {}
@@ -469,6 +484,11 @@ def describe(plan: Plan, prefix: str, source: str) -> InPlace:
 
     done = [
         entry(s.name, s.module, f"{s.rule.style.value}, by {source}") for s in plan.splits.values()
+    ]
+    done += [
+        entry(b.name, b.module, f"{', '.join(b.own)} by heads, by {source}")
+        for b in plan.blocks.values()
+        if b.own
     ]
     modules = plan.modules
     kept = [entry(name, modules[name], reason) for name, reason in plan.whole.items()]

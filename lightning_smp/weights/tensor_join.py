@@ -116,6 +116,8 @@ def cut_optimizer_state(
 ) -> dict[Any, Any]:
     """Return the state of an optimizer with this rank's parts in the place of full tensors.
 
+    What is a part already stays.
+
     Raises:
         CheckpointError: a tensor for a split parameter that is neither of its full shape nor one
             number.
@@ -126,6 +128,8 @@ def cut_optimizer_state(
         cut[place] = dict(values)
         for name, value in values.items():
             if not isinstance(value, Tensor) or (value.numel() == 1 and value.dim() == 0):
+                continue
+            if tuple(value.shape) == sharding.local_shape(rank):
                 continue
             if tuple(value.shape) != sharding.shape:
                 raise _unknown_shape(name, value, sharding.shape)

@@ -66,6 +66,13 @@ def test_without_a_backward_one_is_presumed() -> None:
     assert run(layers(), failing).work == work | {"2": run(layers(), failing).work["2"]}
 
 
+def test_parameters_outside_of_the_copy_get_no_gradients() -> None:
+    outside = nn.Linear(_WIDTH, _WIDTH)
+    work = run(layers(1), lambda net, x: outside(net(x)).sum()).work
+    assert outside.weight.grad is None
+    assert products(work["0"].backward) == 3  # presumed: one for the first, two for the outer one
+
+
 def test_the_loss_of_a_mapping_is_what_comes_back() -> None:
     def step(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
         hidden = net[0](x)

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_smp.partitioning import Analysis, analyze, fake_batch, find_atoms, new_fake_mode
+from lightning_smp.partitioning import (
+    Analysis,
+    Work,
+    analyze,
+    fake_batch,
+    find_atoms,
+    new_fake_mode,
+)
+from lightning_smp.partitioning.device import Kernel
 from lightning_smp.planning import DEVICES, Profile, class_source
 from lightning_smp.planning.as_gpu import AsGpu
 from lightning_smp.planning.sources import Source
@@ -61,6 +69,15 @@ def test_tensor_ranks_share_work_but_not_launches() -> None:
     launches += model.ramp_s * sum(kernel.flops > 0 for kernel in work.forward)
     whole, half = work.cost(model).forward_s, work.cost(model, divided=2).forward_s
     assert half - launches == pytest.approx((whole - launches) / 2)
+
+
+def test_where_kernels_differ_all_is_proportional_to_the_larger_run() -> None:
+    copy, sums = Kernel("stream", moved=8e9), Kernel("rows", moved=4e9)
+    few = Analysis((), {}, work={None: Work((copy, sums))})
+    many = Analysis((), {}, work={None: Work((sums,), saved_bytes=100)})
+    cost = Profile({2: few, 4: many}, replace(H200, launch_s=0.0)).costs(8)[None]
+    assert cost.forward_s == pytest.approx(2 * H200.busy_seconds(sums))
+    assert cost.saved_bytes == 200
 
 
 def test_a_step_that_cannot_be_run_is_proportional() -> None:

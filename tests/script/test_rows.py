@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,7 +95,7 @@ def _net() -> nn.Module:
     return nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double()
 
 
-def rows(rank: int, size: int) -> None:
+def rows(rank: int, size: int, folder: str) -> None:
     smp.init(
         {
             "partitions": 2, "microbatches": 4, "skip_tracing": True, "active_microbatches": 1,
@@ -134,7 +136,11 @@ def rows(rank: int, size: int) -> None:
     local = optimizer.local_state_dict(gather_if_shard=False)
     assert local["_smp_is_partial"] is True
     assert optimizer.orig_state_dict().keys() == {"state", "param_groups"}
+    path = f"{folder}/whole.pt"
+    smp.save({"word": [1]}, path, partial=False, pickle_module=pickle, pickle_protocol=4)
+    smp.barrier()
+    assert smp.load(path, partial=False, pickle_module=pickle) == {"word": [1]}
 
 
-def test_keys_and_arguments_over_two_stages() -> None:
-    run_ranks(rows, 2)
+def test_keys_and_arguments_over_two_stages(tmp_path: Path) -> None:
+    run_ranks(rows, 2, str(tmp_path))

@@ -33,6 +33,9 @@ def test_place_is_that_of_the_launcher() -> None:
     assert find_place(open_mpi) == Place(5, 8, 1, 4)
     assert find_place({"PMI_RANK": "1", "PMI_SIZE": "2"}) == Place(1, 2, 1, 2)
     assert find_place(open_mpi).as_environment()["LOCAL_WORLD_SIZE"] == "4"
+    for name, wrong in (("RANK", "x"), ("RANK", "4"), ("WORLD_SIZE", "0"), ("LOCAL_RANK", "-1")):
+        with pytest.raises(ConfigError, match=f"variable {name} is '{wrong}'"):
+            find_place({**torchrun, name: wrong})
 
 
 def test_rendezvous_needs_no_fixed_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

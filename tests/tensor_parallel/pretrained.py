@@ -101,6 +101,19 @@ def _qwen3_moe() -> nn.Module:
     )  # fmt: skip
 
 
+def _granite_swa() -> nn.Module:
+    import transformers as t
+
+    config = t.GraniteSWAConfig(
+        **_COMMON, vocab_size=VOCABULARY, num_key_value_heads=2, attn_implementation="eager"
+    )
+    model = t.GraniteSWAForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            nn.init.normal_(parameter)
+    return model  # type: ignore[no-any-return]
+
+
 class Attention(nn.Module):
     """Attention of a user's own, with one projection for query, key and value."""
 
@@ -148,6 +161,7 @@ CASES = {
     "t5": Case(_t5),
     "vit": Case(_vit, keywords=("pixel_values", "labels")),
     "qwen3_moe": Case(_qwen3_moe, _TO_FLOAT32),
+    "granite_swa": Case(_granite_swa, _TO_FLOAT32),
     "own": Case(Own, modules=_OWN, keywords=("input_ids", "labels")),
 }
 

@@ -52,7 +52,7 @@ def test_uneven_batches_are_errors_that_name_ranks_on_every_rank(cut: str) -> No
         assert "one tensor group are at different points or hold batches" in message
         assert "rank 0: ('training_step'" in message
         if cut == "length":
-            assert f"({_BATCH}, {LENGTH - 1})" in message
+            assert f"[{_BATCH}, {LENGTH - 1}]" in message
         assert "prescaled_batch=True" in message
 
 

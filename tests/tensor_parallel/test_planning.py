@@ -23,7 +23,7 @@ from lightning_smp.tensor_parallel.sharded import Place
 from tests.tensor_parallel.pretrained import CASES, Own
 
 # Styles of installed plans that are refused by name.
-_REFUSED = {"local_params", "all_reduce", "moe_identity_expert"}
+_REFUSED = {"all_reduce", "moe_identity_expert"}
 
 
 def _plan(model: nn.Module, tp_size: int) -> Plan:
