@@ -7,7 +7,7 @@ same program. Nothing here communicates or runs a tensor operation.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,10 +32,6 @@ EVERYWHERE = -1
 
 SegmentNode = tuple[int, int]
 """(rank in the pipeline group, ordinal of the segment on that rank)."""
-
-
-_SPARE = 4
-"""Placeholders kept for a call; more than are ever free at once would only hold memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +116,9 @@ class Edge:
 class Entry:
     """One call of the program.
 
-    ``makes_one`` (known after `Program.seal`) says that the call moves nothing and gives one new
-    tensor, so that ranks which do not run it have nothing to do but to make a placeholder.
-    ``names`` are those of its named arguments, ``operand_keys`` the keys of all arguments.
-    ``spare`` keeps placeholders of earlier microbatches, to be used again once nobody holds them.
+    ``first_value`` is the ordinal of the first value that it makes, ``unit_call`` for a unit the
+    ordinal of the call among the unit's. ``makes_one`` (known after `Program.seal`) says that it
+    gives one new tensor and does nothing else.
     """
 
     key: tuple[Any, ...]
@@ -132,13 +127,10 @@ class Entry:
     arrivals: tuple[Edge, ...]
     new_segments: tuple[int, ...]
     cost: float = 0.0
+    first_value: int = 0
+    unit_call: int = 0
     departures: tuple[Edge, ...] = ()
     makes_one: bool = False
-    names: tuple[str, ...] = ()
-    operand_keys: tuple[Any, ...] = ()
-    spare: deque[Any] = field(
-        default_factory=lambda: deque(maxlen=_SPARE), compare=False, repr=False
-    )
 
 
 class SegmentTracker:
@@ -226,7 +218,8 @@ class Program:
     ``loss_segments`` the segments where they were made;
     ``copied_edges`` are sent from a copy, since their tensor is changed in place later;
     ``attributes`` are those that the step writes on outer modules; ``visits`` counts each rank's
-    segments.
+    segments; ``num_values`` the values that the calls make. ``route`` is how this rank passes by
+    the calls of others (`lightning_smp.placed.passing`), made when the program is first followed.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -241,6 +234,14 @@ class Program:
     gradient_messages: dict[SegmentNode, list[Edge]] = field(default_factory=dict)
     attributes: tuple[tuple[str, str], ...] = ()
     visits: Counter[int] = field(default_factory=Counter)
+    num_values: int = 0
+    route: Any = field(default=None, compare=False, repr=False)
+
+    def first_value(self, position: int) -> int:
+        """The ordinal of the first value that is made at or after a position."""
+        if position < len(self.entries):
+            return self.entries[position].first_value
+        return self.num_values
 
     def seal(self) -> None:
         """Gives each call the edges that leave after it, in the order in which they are sent."""
@@ -252,10 +253,6 @@ class Program:
         for ordinal, entry in enumerate(self.entries):
             entry.departures = tuple(leaving.get(ordinal, ()))
             entry.makes_one = _makes_one(entry, ordinal)
-            if entry.makes_one:
-                _, _, positional, named = entry.key
-                entry.names = tuple(name for name, _ in named[1:])
-                entry.operand_keys = (*positional[1:], *(key for _, key in named[1:]))
 
     def resolve_gradients(self, reach: Iterable[dict[str, Any]]) -> None:
         """Follows gradients from the loss through all ranks' segments.
@@ -283,14 +280,10 @@ class Program:
 
 def _makes_one(entry: Entry, ordinal: int) -> bool:
     outcome = entry.outcome
-    if entry.home == EVERYWHERE or entry.arrivals or entry.new_segments:
-        return False
-    if any(edge.consumed == ordinal for edge in entry.departures):
+    if entry.home == EVERYWHERE or any(edge.consumed == ordinal for edge in entry.departures):
         return False
     if outcome.mutated or outcome.escapes or len(outcome.leaves) != 1:
         return False
-    if outcome.random and not isinstance(entry.key[0], tuple):
-        return False  # not a unit: it draws from the stream of all ranks
     leaf = outcome.leaves[0]
     return outcome.template == ["t", 0] and leaf.same < 0 and leaf.view == -1
 

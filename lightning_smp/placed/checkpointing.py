@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.placed.functions import METADATA
+from lightning_smp.placed.passing import NOTHING
 from lightning_smp.placed.structure import iter_tensors, map_tensors
 from lightning_smp.placed.tensor import PlacedTensor
 from lightning_smp.placed.units import UnitEntry
@@ -60,6 +61,9 @@ class Replay:
 
     following = False
     """It has its own list of calls, not a program."""
+
+    upcoming = NOTHING
+    """Units ask what comes next in the program."""
 
     def __init__(
         self,

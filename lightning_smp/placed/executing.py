@@ -19,17 +19,16 @@ __all__ = ["Executing"]
 class Executing(Moving):
     """Runs calls on this rank's tensors."""
 
-    def _seed(self, target: Any) -> int | None:
-        """The seed of a unit's own random stream; outer code draws from the replicated one."""
+    def _seed(self, target: Any, ordinal: int) -> int | None:
+        """The seed of a unit's own random stream; outer code draws from the replicated one.
+
+        Args:
+            target: the unit or function.
+            ordinal: of this call among those of the unit.
+        """
         if type(target) is not UnitEntry:
             return None
-        return seed_after(self.seed_state, target.index, self._count(target))
-
-    def _count(self, unit: UnitEntry) -> int:
-        """The ordinal of this call among those of the unit."""
-        ordinal = self.calls_of_unit.get(unit.index, 0)
-        self.calls_of_unit[unit.index] = ordinal + 1
-        return ordinal
+        return seed_after(self.seed_state, target.index, ordinal)
 
     def _execute(
         self, target: Any, args: Any, kwargs: Any, operands: Operands, seed: int | None

@@ -7,7 +7,6 @@ scale or a learning rate changes every step and never changes a shape.
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Iterable, MutableMapping, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -85,24 +84,6 @@ class Operands:
             if tensor._version != version
         ]
 
-    def join(self, value: Value, ordinal: int) -> None:
-        """``value`` shares storage with an operand."""
-        other = self.values[ordinal]
-        if other is None:
-            value.group.size = 2
-            value.group.of_plain = True
-        else:
-            self.share(value, other)
-
-    def share(self, value: Value, other: Value) -> None:
-        """``value`` shares storage with another value."""
-        group = other.group
-        if group.members is None:
-            group.members = weakref.WeakValueDictionary({other.index: other})
-        group.members[value.index] = value
-        group.size += 1
-        value.group = group
-
 
 def scan(operands: Operands, obj: Any, count_masks: bool) -> Any:
     """Collects the tensors of an argument and returns its key."""
@@ -173,10 +154,18 @@ def _fits_other(run: MicrobatchRun, kind: type, obj: Any, key: Any) -> bool:
         return bool(key == ("b", obj))
     if kind is float:
         return bool(key == "f")
+    if isinstance(obj, torch.Tensor):
+        return _fits_plain(run, obj, key)
+    if type(key) is not tuple or not key:
+        return False
     if kind is tuple or kind is list:
-        is_like = type(key) is tuple and len(key) == len(obj) + 1 and key[0] == kind.__name__
+        is_like = len(key) == len(obj) + 1 and key[0] == kind.__name__
         return is_like and fits(run, obj, key[1:])
-    return isinstance(obj, torch.Tensor) and _fits_plain(run, obj, key)
+    if kind is slice:
+        return key[0] == "slice" and fits(run, (obj.start, obj.stop, obj.step), key[1:])
+    if kind is torch.device:
+        return bool(key == ("device", obj.type))
+    return key[0] == "o" and not _has_parts(obj) and bool(_note_opaque(run, obj) == key)
 
 
 def _fits_plain(run: MicrobatchRun, tensor: torch.Tensor, key: Any) -> bool:
@@ -248,14 +237,33 @@ def _scan_other(operands: Operands, obj: Any, count_masks: bool) -> Any:
         return _scan_dict(operands, obj, count_masks)
     if isinstance(obj, tuple):
         return (kind.__qualname__, *[scan(operands, item, count_masks) for item in obj])
-    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+    if _is_dataclass(obj):
         names = [field.name for field in dataclasses.fields(obj)]
         parts = [getattr(obj, name, None) for name in names]
         return (kind.__qualname__, *[scan(operands, part, count_masks) for part in parts])
-    run = operands.run
     operands.objects.append(obj)
-    if callable(obj) and hasattr(obj, "__qualname__"):
+    if _is_function(obj):
         return ("call", obj.__qualname__)
-    key = run.opaque[id(obj)] = ("o", kind.__qualname__, len(run.opaque_objects))
+    return _note_opaque(operands.run, obj)
+
+
+def _has_parts(obj: Any) -> bool:
+    """Whether an object of none of Python's own types is known by more than its identity."""
+    if isinstance(obj, (MutableMapping, dict, tuple, *_PLAIN)):
+        return True
+    return _is_dataclass(obj) or _is_function(obj)
+
+
+def _is_dataclass(obj: Any) -> bool:
+    return dataclasses.is_dataclass(obj) and not isinstance(obj, type)
+
+
+def _is_function(obj: Any) -> bool:
+    return callable(obj) and hasattr(obj, "__qualname__")
+
+
+def _note_opaque(run: MicrobatchRun, obj: Any) -> tuple[Any, ...]:
+    """The key of an object that was not met before: its ordinal among such."""
+    key = run.opaque[id(obj)] = ("o", type(obj).__qualname__, len(run.opaque_objects))
     run.opaque_objects.append(obj)  # keeps the id from being used again
     return key

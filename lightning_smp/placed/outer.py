@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from lightning_smp.placed.functions import (
     METADATA,
     ON_PARAMETERS,
     function_name,
+    mutates_first,
 )
 from lightning_smp.placed.run import MicrobatchRun
 from lightning_smp.placed.tensor import PlacedTensor
@@ -25,7 +26,6 @@ from lightning_smp.placed.tensor import PlacedTensor
 __all__ = ["OuterMode", "answer_outside", "outer_patches"]
 
 T = torch.Tensor
-_IS_LEAF, _GRAD_FN, _VERSION = T.is_leaf.__get__, T.grad_fn.__get__, T._version.__get__  # type: ignore[attr-defined]
 _GRAD = T.grad.__get__  # type: ignore[attr-defined]
 
 
@@ -46,6 +46,15 @@ class OuterMode(TorchFunctionMode):
         self.run = run
         self.held = run.context.table.held
 
+    def __enter__(self) -> OuterMode:
+        self.run.begin()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        self.run.end()
+
     def __torch_function__(
         self,
         func: Any,
@@ -53,17 +62,23 @@ class OuterMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        run = self.run
+        if run.upcoming.target is func and run.in_unit is None:
+            stand_in = run.upcoming.take(run, args, kwargs or {})
+            if stand_in is not None:
+                return stand_in
         if func in METADATA:
             return answer_metadata(func, args, kwargs)
         kwargs = kwargs or {}
-        run = self.run
         if run.in_unit is not None:
             return func(*args, **kwargs)
         if not (_touches(args, self.held) or (kwargs and _touches(kwargs.values(), self.held))):
-            result = func(*args, **kwargs)
-            if isinstance(result, T) and result.requires_grad:
-                run.context.note_plain(result)
-            return result
+            return self._call_plain(func, args, kwargs)
+        return self._call_placed(func, args, kwargs)
+
+    def _call_placed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call on what is not the same on all ranks: placed tensors, parameters, buffers."""
+        run = self.run
         if func in ON_PARAMETERS and not isinstance(args[0], PlacedTensor):
             if func in CHANGES_STATE:
                 run.context.tokens.clear()
@@ -84,24 +99,37 @@ class OuterMode(TorchFunctionMode):
             _check_one_home(args, kwargs)
         return run.call(func, args, kwargs)
 
+    def _call_plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call on tensors that all ranks have."""
+        result = func(*args, **kwargs)
+        if isinstance(result, T) and result.requires_grad:
+            self.run.context.note_plain(result)
+        is_changed = result is None or (args and result is args[0]) or "out" in kwargs
+        if is_changed and (mutates_first(func, kwargs) or "out" in kwargs):
+            self.run.forget_plain()
+        return result
+
 
 _IDENTITY = {torch.as_tensor, torch.asarray}
 
 
 def answer_metadata(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Answers a question about a tensor from its spec."""
-    with torch._C.DisableTorchFunctionSubclass():
-        tensor = args[0]
-        if type(tensor) is PlacedTensor:
-            if func == _IS_LEAF:
-                return not tensor.requires_grad
-            if func == _GRAD_FN:
-                return PlacedGradFn() if tensor.requires_grad else None
-            if func == _VERSION:
-                return tensor._value.group.version
-            if func is T.__repr__:
-                return PlacedTensor.__repr__(tensor)
+    tensor = args[0]
+    if type(tensor) is T:
         return func(*args, **(kwargs or {}))
+    with torch._C.DisableTorchFunctionSubclass():
+        answer = _FROM_STEP.get(func) if type(tensor) is PlacedTensor else None
+        return func(*args, **(kwargs or {})) if answer is None else answer(tensor)
+
+
+_FROM_STEP: dict[Any, Any] = {
+    T.is_leaf.__get__: lambda tensor: not tensor.requires_grad,  # type: ignore[attr-defined]
+    T.grad_fn.__get__: lambda tensor: PlacedGradFn() if tensor.requires_grad else None,  # type: ignore[attr-defined]
+    T._version.__get__: lambda tensor: tensor._value.group.version,  # type: ignore[attr-defined]
+    T.__repr__: PlacedTensor.__repr__,
+}
+"""Questions that the placeholder alone would answer wrongly."""
 
 
 def answer_outside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,7 +179,6 @@ def outer_patches(run: MicrobatchRun) -> Iterator[None]:
     apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
     backward = torch.autograd.backward
     generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator  # type: ignore[attr-defined]
-    train = torch.nn.Module.train
     runtime = run.context.runtime
 
     def routed_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,21 +204,19 @@ def outer_patches(run: MicrobatchRun) -> Iterator[None]:
             return generator(function, *args, **kwargs)
         return checkpoint_generator(active, generator, function, args, kwargs)
 
-    def noted_train(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
-        run.context.tokens.clear()
-        return train(module, mode)
-
-    replaced = (
+    replaced: tuple[tuple[Any, str, Any], ...] = (
         (torch.autograd.Function, "apply", classmethod(routed_apply)),
         (torch.autograd, "backward", routed_backward),
         (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", routed_generator),
-        (torch.nn.Module, "train", noted_train),
     )
-    with ExitStack() as stack:
-        for owner, name, routed in replaced:
-            stack.callback(_put_back, owner, name, owner.__dict__.get(name, _MISSING))
-            setattr(owner, name, routed)
+    found = [owner.__dict__.get(name, _MISSING) for owner, name, _ in replaced]
+    for owner, name, routed in replaced:
+        setattr(owner, name, routed)
+    try:
         yield
+    finally:
+        for (owner, name, _), before in zip(replaced, found, strict=True):
+            _put_back(owner, name, before)
 
 
 _MISSING = object()

@@ -12,7 +12,7 @@ from lightning_smp.placed.functions import READS
 from lightning_smp.placed.operands import Operands
 from lightning_smp.placed.outcome import matches, mismatch
 from lightning_smp.placed.structure import build
-from lightning_smp.placed.tensor import PlacedTensor, Value
+from lightning_smp.placed.tensor import SPOILT, USED, PlacedTensor, Value
 from lightning_smp.placed.units import UnitEntry
 from lightning_smp.program import EVERYWHERE, Entry, TensorSpec
 
@@ -90,13 +90,16 @@ class Results(Executing):
                 continue
             value = self._new_value(entry.home, position)
             if leaf.view >= 0:
-                operands.join(value, leaf.view)
+                value.join(operands.values[leaf.view])
             elif leaf.view < -1:  # a view of another part of this result
-                operands.share(value, leaves[-2 - leaf.view]._value)
+                value.join(leaves[-2 - leaf.view]._value)
             if real is not None:
                 value.local = real[ordinal]
             made[value.index] = value
-            leaves.append(self._placeholder(leaf.spec, value))
+            tensor = self._placeholder(leaf.spec, value)
+            if real is None and self.following:
+                self.lane[value.index] = tensor
+            leaves.append(tensor)
         if real is not None and entry.departures and self.following:
             for edge in entry.departures:
                 if edge.source[0] == self.rank and edge.consumed != position:
@@ -158,6 +161,7 @@ class Results(Executing):
                 "has sent and received in between; its gradient would be cut. Use the "
                 "out-of-place form."
             )
+        value.wear |= USED
         value.group.version += 1
         value.group.changed = position
         value.node = self._home_node(home)
@@ -169,6 +173,7 @@ class Results(Executing):
         with torch._C.DisableTorchFunctionSubclass():
             if isinstance(tensor, PlacedTensor) and tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
+                value.wear = SPOILT
         return value
 
 
@@ -177,5 +182,6 @@ def _find(index: int, made: dict[int, Value]) -> Value:
     found = made.get(index)
     if found is None:
         groups = (value.group.members for value in made.values())
-        found = next(members[index] for members in groups if members and index in members)
+        found = next(members[index]() for members in groups if members and index in members)
+        assert found is not None
     return found

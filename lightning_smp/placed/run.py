@@ -8,7 +8,6 @@ as the program says, with no message about messages.
 
 from __future__ import annotations
 
-from sys import getrefcount
 from typing import Any
 
 import torch
@@ -22,8 +21,9 @@ from lightning_smp.placed.functions import (
     function_name,
     mutates_first,
 )
-from lightning_smp.placed.operands import Operands, fits, scan
+from lightning_smp.placed.operands import Operands, scan
 from lightning_smp.placed.outcome import describe, outcome_from_plain, outcome_to_plain
+from lightning_smp.placed.passing import ABSENT, NOTHING, Route
 from lightning_smp.placed.random import digest_draws
 from lightning_smp.placed.results import Results
 from lightning_smp.placed.tensor import PlacedTensor
@@ -31,9 +31,6 @@ from lightning_smp.placed.units import UnitEntry
 from lightning_smp.program import EVERYWHERE, Entry, Outcome, Program, SegmentTracker
 
 __all__ = ["MicrobatchRun"]
-
-_UNHELD = 2
-"""References to an object that only a local variable and the count's own argument hold."""
 
 
 class MicrobatchRun(Results):
@@ -46,76 +43,28 @@ class MicrobatchRun(Results):
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call of outer code: a torch function or a unit."""
-        if self.following and type(target) is not UnitEntry:
-            stand_in = self.skip(target, target, args, kwargs)
-            if stand_in is not None:
-                return stand_in
+        position, first_value = self.position, self.num_values
+        if self.following:
+            first_value = self.num_values = self.program.first_value(position)
         operands = Operands(self)
         key = (
-            target.token_in(self.context.tokens) if type(target) is UnitEntry else target,
-            self._mode_flags(),
+            target.token_in(self.tokens) if type(target) is UnitEntry else target,
+            self.mode_flags(),
             scan(operands, args, target in MASKED),
             scan(operands, kwargs, False) if kwargs else (),
         )
         if self.following:
-            position = self.position
             if position < len(self.entries) and self.entries[position].key == key:
-                self.position += 1
+                self._go_to(position + 1)
                 return self._follow(
                     self.entries[position], position, target, args, kwargs, operands
                 )
             self.leave_program(key)
         self.position += 1
-        return self._record(key, target, args, kwargs, operands)
+        return self._record(key, target, args, kwargs, operands, first_value)
 
-    def skip(
-        self, target: Any, token: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> PlacedTensor | None:
-        """The result of a call that another rank runs, if that is all there is to do here.
-
-        That is so where the call is the program's next one, moves nothing and gives one tensor, as
-        most calls do where a rank owns few of the units.
-        """
-        position = self.position
-        if position >= len(self.entries) or self.region is not None:
-            return None
-        entry = self.entries[position]
-        if not entry.makes_one or entry.home == self.rank:
-            return None
-        called = entry.key
-        if (called[0] is not token and called[0] != token) or called[1] != self._mode_flags():
-            return None
-        if kwargs:
-            if tuple(kwargs) != entry.names:
-                return None
-            args = (*args, *kwargs.values())
-        if len(args) != len(entry.operand_keys) or not fits(self, args, entry.operand_keys):
-            return None
-        self.position = position + 1
-        if target is not token:  # a unit
-            self._count(target)
-        return self._stand_in(entry, position)
-
-    def _stand_in(self, entry: Entry, position: int) -> PlacedTensor:
-        """A placeholder: one of an earlier microbatch that nobody holds any more, or a new one."""
-        spare = entry.spare
-        if spare:
-            tensor: PlacedTensor = spare.popleft()
-            if getrefcount(tensor) == _UNHELD and len(tensor.__dict__) == 1:
-                value = tensor._value
-                if not value.holders and value.group.version == 0 and value.group.size == 1:
-                    value.run = self  # all else is as in every microbatch that follows
-                    assert value.index == self.num_values
-                    self.num_values += 1
-                    spare.append(tensor)
-                    return tensor
-        tensor = self._placeholder(
-            entry.outcome.leaves[0].spec, self._new_value(entry.home, position)
-        )
-        spare.append(tensor)
-        return tensor
-
-    def _mode_flags(self) -> int:
+    def mode_flags(self) -> int:
+        """Grad mode and autocast, as the keys of calls have them."""
         flags = torch.is_grad_enabled()
         device = self.device_type
         if torch.is_autocast_enabled(device):
@@ -137,9 +86,10 @@ class MicrobatchRun(Results):
             rank = edge.target[0]
             if rank == me:
                 self._arrive(value, edge)
-            value.holders[rank] = value.group.version
-            value.segments[rank] = edge.target[1]
-        seed = self._seed(target)
+                if value.index >= 0:  # only the step's own code keeps numbers alive
+                    self.lane[value.index] = ABSENT
+            value.note_copy(rank, edge.target[1])
+        seed = self._seed(target, entry.unit_call)
         if entry.home in (me, EVERYWHERE):
             result = self._execute(target, args, kwargs, operands, seed)
             if entry.makes_one and self.region is None and isinstance(result, torch.Tensor):
@@ -153,8 +103,9 @@ class MicrobatchRun(Results):
                 self._send(operands.value(edge.operand), edge)
 
     def _record(
-        self, key: tuple[Any, ...], target: Any, args: Any, kwargs: Any, operands: Operands
-    ) -> Any:
+        self, key: tuple[Any, ...], target: Any, args: Any, kwargs: Any, operands: Operands,
+        first_value: int,
+    ) -> Any:  # fmt: skip
         position = len(self.entries)
         is_read = target in READS
         if target in REFUSED:
@@ -166,12 +117,13 @@ class MicrobatchRun(Results):
         changes = type(target) is not UnitEntry and mutates_first(target, kwargs)
         home = EVERYWHERE if is_read else self._choose_home(operands, changes, target)
         targets = range(self.num_ranks) if home == EVERYWHERE else (home,)
-        entry = Entry(key, home, Outcome(["c", None], ()), (), ())
+        entry = Entry(key, home, Outcome(["c", None], ()), (), (), first_value=first_value)
         self.entries.append(entry)
         entry.arrivals, entry.new_segments = self._transfers(operands, targets, position, key)
-        seed = self._seed(target)
         if type(target) is UnitEntry:
-            entry.cost = target.cost
+            entry.cost, entry.unit_call = target.cost, self.calls_of_unit[target.index]
+            self.calls_of_unit[target.index] += 1
+        seed = self._seed(target, entry.unit_call)
         if home in (self.rank, EVERYWHERE):
             result = self._run_here(entry, target, args, kwargs, operands, seed, changes)
         if home != EVERYWHERE:
@@ -212,12 +164,42 @@ class MicrobatchRun(Results):
         assert self.position == 0
         self.program, self.following = program, True
         self.entries, self.edges = program.entries, program.edges
+        if program.route is None:
+            units = {unit.index: unit for unit in self.context.runtime.units}
+            program.route = Route(program, self.rank, units)
+        self.route = program.route
+
+    def begin(self) -> None:
+        """The step's code begins."""
+        if self.route is not None:
+            self.lane = self.route.enter()
+            self._go_to(0)
+
+    def end(self) -> None:
+        """The step's code has come to its end."""
+        if self.route is not None:
+            self.upcoming = NOTHING
+            self.route.leave(self.lane)
+            self.lane = []
+
+    def forget_plain(self) -> None:
+        """Outer code has changed a plain tensor, perhaps more than its numbers."""
+        if self.route is not None:
+            self.route.forget(self.lane)
+
+    def _go_to(self, position: int) -> None:
+        """The next call is the one at this position of the program."""
+        assert self.route is not None
+        self.position, self.upcoming = position, self.route.at(position)
 
     def leave_program(self, key: tuple[Any, ...]) -> None:
         """Leaves the program: the step goes on call by call once all ranks agree on the call."""
         position, edges = self.position, self.program.edges
         self.context.deviated(self, position, key)
         self.following = False
+        self.route, self.upcoming = None, NOTHING
+        units = (entry.key[0] for entry in self.entries[:position])
+        self.calls_of_unit.update(token[1] for token in units if isinstance(token, tuple))
         self.entries = list(self.entries[:position])
         self.edges = list(edges)
         self.program = Program()
@@ -272,6 +254,7 @@ class MicrobatchRun(Results):
         program = self.program
         program.entries, program.edges = self.entries, self.edges
         program.segments = self.tracker.order()
+        program.num_values = self.num_values
         program.losses = tuple(loss for loss, _ in self.losses)
         program.loss_segments = tuple(sorted({node for _, node in self.losses}))
         program.copied_edges = frozenset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.placed.autograd import Segment
 from lightning_smp.placed.functions import function_name, read_everywhere
+from lightning_smp.placed.passing import NOTHING, PassedCall, Route
 from lightning_smp.placed.random import stir
 from lightning_smp.placed.tensor import PlacedTensor, Value, adopt
 from lightning_smp.placed.units import UnitEntry
@@ -32,8 +34,12 @@ class RunState:
         self.rank = context.rank
         self.device_type = context.device.type
         self.num_ranks = context.num_ranks
+        self.tokens = context.tokens
         self.following = False
         self.program = Program()
+        self.route: Route | None = None
+        self.lane: list[Any] = []
+        self.upcoming: PassedCall = NOTHING
         self.entries: list[Entry] = []
         self.edges: list[Edge] = []
         self.position = 0
@@ -43,7 +49,7 @@ class RunState:
         self.opaque: dict[int, tuple[Any, ...]] = {}
         self.opaque_objects: list[Any] = []
         self.parameters: dict[int, Value] = {}
-        self.calls_of_unit: dict[int, int] = {}
+        self.calls_of_unit: Counter[int] = Counter()
         self.seed_state = stir(context.seed_state, index)
         self.region: list[tuple[Entry, int | None, Any]] | None = None
         self.in_unit: UnitEntry | None = None

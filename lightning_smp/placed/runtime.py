@@ -12,8 +12,6 @@ from torch import nn
 from torch._C import _len_torch_function_stack
 from torch.overrides import _pop_mode, _push_mode
 
-from lightning_smp.engine.channels import Channels
-from lightning_smp.engine.control import Control
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.placed.functions import function_name
 from lightning_smp.placed.random import SEED_START, stir
@@ -21,6 +19,8 @@ from lightning_smp.placed.units import UnitEntry
 from lightning_smp.program import Edge, fingerprint
 
 if TYPE_CHECKING:
+    from lightning_smp.engine.channels import Channels
+    from lightning_smp.engine.control import Control
     from lightning_smp.engine.meter import UnitMeter
 
 __all__ = ["Engine", "PlacementTable", "Runtime", "StepContext"]
@@ -42,6 +42,12 @@ class PlacementTable:
         return None if found is None else found[1:]
 
 
+class _Thread(threading.local):
+    """What belongs to one thread: the run that is in progress there, or None."""
+
+    run: Any = None
+
+
 class Runtime:
     """Finds the microbatch that runs in this thread.
 
@@ -60,7 +66,7 @@ class Runtime:
         self.outer_modules: dict[str, nn.Module] = {}
         self.gathers_state = False
         self.hooks: list[Any] = []
-        self._thread = threading.local()
+        self.thread = _Thread()
 
     def leave_module(self) -> None:
         """Gives the module its own forwards and state dicts back."""
@@ -71,15 +77,15 @@ class Runtime:
 
     def active_run(self) -> Any:
         """The run of this thread, or None outside of steps."""
-        return getattr(self._thread, "run", None)
+        return self.thread.run
 
     def activate(self, run: Any) -> Callable[[], None]:
         """Makes ``run`` this thread's run; returns what restores the former one."""
         former = self.active_run()
-        self._thread.run = run
+        self.thread.run = run
 
         def restore() -> None:
-            self._thread.run = former
+            self.thread.run = former
 
         return restore
 
@@ -107,7 +113,7 @@ class OutsideOuterMode:
 
     def __enter__(self) -> None:
         depth = _len_torch_function_stack()
-        self._stack = [_pop_mode() for _ in range(depth)]
+        self._stack = [_pop_mode()] if depth == 1 else [_pop_mode() for _ in range(depth)]
         self._kept: list[Any] = []
         for mode in reversed(self._stack):
             if not getattr(mode, "is_of_the_step", False):
@@ -158,7 +164,7 @@ class StepContext:
         self.receive = engine.receive
         self.deviated = engine.deviated
         self.backward = engine.backward
-        self.tokens: dict[int, tuple[Any, ...]] = {}
+        self.tokens: dict[int, tuple[bool, tuple[Any, ...]]] = {}
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def close(self) -> None:

@@ -13,7 +13,21 @@ from lightning_smp.program import EVERYWHERE, SegmentNode, TensorSpec
 if TYPE_CHECKING:
     from lightning_smp.placed.run import MicrobatchRun
 
-__all__ = ["AliasGroup", "PlacedTensor", "Value", "adopt", "release", "spec_of"]
+__all__ = [
+    "AS_NEW",
+    "SPOILT",
+    "USED",
+    "AliasGroup",
+    "PlacedTensor",
+    "Value",
+    "adopt",
+    "release",
+    "spec_of",
+]
+
+
+AS_NEW, USED, SPOILT = 0, 1, 2
+"""How a value may be used again (`Value.wear`)."""
 
 
 class AliasGroup:
@@ -32,7 +46,7 @@ class AliasGroup:
     def __init__(self) -> None:
         self.version = 0
         self.changed = -1
-        self.members: weakref.WeakValueDictionary[int, Value] | None = None
+        self.members: dict[int, weakref.ref[Value]] | None = None
         self.size = 1
         self.of_plain = False
 
@@ -52,11 +66,13 @@ class Value:
         stages: for a parameter or buffer, the stages where it is real.
         is_adopted: whether it belongs to a tensor object that was plain before.
         local: this rank's tensor, if it has one.
+        wear: whether another microbatch may have this value: ``AS_NEW``; ``USED``, after
+            `renew`; never (``SPOILT``), since the tensor object itself has changed.
     """
 
     __slots__ = (
         "__weakref__", "group", "holders", "home", "index", "is_adopted", "key", "local", "name",
-        "node", "produced", "run", "segments", "stages",
+        "node", "produced", "run", "segments", "stages", "wear",
     )  # fmt: skip
 
     def __init__(self, run: MicrobatchRun, index: int, home: int, node: SegmentNode) -> None:
@@ -73,6 +89,37 @@ class Value:
         self.is_adopted = False
         self.segments: dict[int, int] = {node[0]: node[1]}
         self.local: torch.Tensor | None = None
+        self.wear = AS_NEW
+
+    def renew(self, home: int, node: SegmentNode, produced: int) -> None:
+        """Forgets what a microbatch has done with the value."""
+        self.home, self.node, self.produced = home, node, produced
+        self.group = AliasGroup()
+        self.holders = {}
+        self.segments = {node[0]: node[1]}
+        self.local = None
+        self.wear = AS_NEW
+
+    def note_copy(self, rank: int, segment: int) -> None:
+        """The rank gets the present version, into this segment."""
+        self.holders[rank] = self.group.version
+        self.segments[rank] = segment
+        self.wear |= USED
+
+    def join(self, other: Value | None) -> None:
+        """This value shares storage with another; None if that is a tensor that all ranks hold."""
+        self.wear |= USED
+        if other is None:
+            self.group.size = 2
+            self.group.of_plain = True
+            return
+        other.wear |= USED
+        group = other.group
+        if group.members is None:
+            group.members = {other.index: weakref.ref(other)}
+        group.members[self.index] = weakref.ref(self)
+        group.size += 1
+        self.group = group
 
     @property
     def ready(self) -> int:
@@ -86,6 +133,21 @@ class Value:
         return self.holders.get(rank) == self.group.version
 
 
+class _Lasting:
+    """An attribute that never changes: torch is asked once, then it is one of the object's own."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._ask = getattr(torch.Tensor, name).__get__
+
+    def __get__(self, tensor: torch.Tensor | None, owner: type) -> Any:
+        if tensor is None:
+            return getattr(torch.Tensor, self._name)
+        with torch._C.DisableTorchFunction():
+            answer = tensor.__dict__[self._name] = self._ask(tensor)
+        return answer
+
+
 class PlacedTensor(torch.Tensor):
     """A tensor of the step that depends on the model's units.
 
@@ -96,6 +158,10 @@ class PlacedTensor(torch.Tensor):
 
     _value: Value
 
+    shape = _Lasting("shape")
+    dtype = _Lasting("dtype")
+    device = _Lasting("device")
+
     @staticmethod
     def __new__(cls, spec: TensorSpec, device: torch.device, value: Value) -> PlacedTensor:
         """A tensor without storage that answers as the real one would."""
@@ -103,11 +169,15 @@ class PlacedTensor(torch.Tensor):
             cls, spec.shape, spec.stride, dtype=spec.dtype, device=device,
             requires_grad=spec.requires_grad,
         )  # fmt: skip
-        tensor._value = value
+        tensor.__dict__["_value"] = value
         return tensor
 
     def __init__(self, spec: TensorSpec, device: torch.device, value: Value) -> None:
         pass
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        """As torch's, without asking torch."""
+        return self.shape if dim is None else self.shape[dim]
 
     @classmethod
     def __torch_function__(
@@ -126,6 +196,11 @@ class PlacedTensor(torch.Tensor):
             "strategy cannot move it to the rank that holds it. Call it through torch's Python "
             "functions, or move this code into a submodule, which runs on one rank."
         )
+
+    def __setattr__(self, name: str, held: Any) -> None:
+        if "_value" in self.__dict__:
+            self._value.wear = SPOILT
+        super().__setattr__(name, held)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         value = self._value
@@ -164,11 +239,12 @@ def spec_of(tensor: torch.Tensor, run_device: torch.device) -> TensorSpec:
 def adopt(tensor: torch.Tensor, value: Value) -> None:
     """Turns a plain tensor object into a placed one, keeping its identity."""
     tensor.__class__ = PlacedTensor  # type: ignore[assignment]
-    tensor._value = value  # type: ignore[attr-defined]
+    tensor.__dict__["_value"] = value
 
 
 def release(tensor: torch.Tensor, numbers: torch.Tensor) -> None:
     """Turns an adopted tensor object back into a plain one with these numbers."""
-    del tensor._value  # type: ignore[attr-defined]
+    for name in ("_value", "shape", "dtype", "device"):
+        tensor.__dict__.pop(name, None)
     tensor.__class__ = torch.Tensor
     tensor.data = numbers.to(tensor.device)

@@ -7,6 +7,7 @@ every rank; only the original forward runs on one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
     from lightning_smp.placed.compiling import UnitCompiler
     from lightning_smp.placed.runtime import Runtime
 
-__all__ = ["UnitEntry"]
+__all__ = ["UnitEntry", "entry_of"]
+
+_requires_grad = attrgetter("requires_grad")
+_training = attrgetter("training")
 
 
 class UnitEntry:
@@ -56,16 +60,19 @@ class UnitEntry:
         if compiler is not None:
             self._forward = compiler.compile(name, module, self._original)
         self._inner = [(path, inner) for path, inner in module.named_modules()]
+        self._modules = [inner for _, inner in self._inner]
+        self._thread = runtime.thread
         self._parameters = list(module.parameters())
+        self._tokens: dict[bytes, tuple[Any, ...]] = {}
         self._observed: list[tuple[str, str, Any]] = []
         self._planted: list[tuple[str, str]] = []
 
     def install(self) -> None:
         """Puts this entry in the place of the module's forward."""
         if self._whole_call:
-            self.module._compiled_call_impl = self  # type: ignore[assignment]
+            self.module._compiled_call_impl = self.enter  # type: ignore[assignment]
         else:
-            self.module.__dict__["forward"] = self
+            self.module.__dict__["forward"] = self.enter
 
     def remove(self) -> None:
         """Gives the module its forward back."""
@@ -80,31 +87,35 @@ class UnitEntry:
     def token(self) -> tuple[Any, ...]:
         """Identifies the unit and everything in its state that can change a result's spec."""
         with torch._C.DisableTorchFunction():  # an outer mode would see each question
-            flags = [parameter.requires_grad for parameter in self._parameters]
-        flags += [inner.training for _, inner in self._inner]
-        return ("unit", self.index, int.from_bytes(bytes(flags), "big"))
+            flags = bytes(map(_requires_grad, self._parameters))
+        flags += bytes(map(_training, self._modules))
+        token = self._tokens.get(flags)
+        if token is None:  # equal states have the same object, so that `is` compares them
+            token = self._tokens[flags] = ("unit", self.index, int.from_bytes(flags, "big"))
+        return token
 
-    def token_in(self, known: dict[int, tuple[Any, ...]]) -> tuple[Any, ...]:
-        """The token, found once in a step.
+    def token_in(self, known: dict[int, tuple[bool, tuple[Any, ...]]]) -> tuple[Any, ...]:
+        """The token, found once in a step, and again when the unit's training flag changes.
 
         Args:
-            known: tokens found earlier in the step; `lightning_smp.placed.outer` empties it when
-                ``train``, ``eval`` or ``requires_grad_`` is called. A flag that the step writes to
-                an inner module directly counts from the next step: until then the home refuses
-                a result of another spec.
+            known: training flags and tokens found earlier in the step; the outer mode empties it
+                when ``requires_grad_`` is called. A flag that the step writes to an inner module
+                only counts from the next step: until then the home refuses a result of another
+                spec.
         """
         found = known.get(self.index)
-        if found is None:
-            found = known[self.index] = self.token
-        return found
+        if found is None or found[0] is not self.module.training:
+            found = known[self.index] = (self.module.training, self.token)
+        return found[1]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def enter(self, *args: Any, **kwargs: Any) -> Any:
         """The unit's forward, as the step calls it."""
-        run = self.runtime.active_run()
+        run = self._thread.run
         if run is None or run.in_unit is not None:
             return self._call_directly(args, kwargs, run)
-        if run.following:
-            stand_in = run.skip(self, self.token_in(run.context.tokens), args, kwargs)
+        upcoming = run.upcoming
+        if upcoming.target is self and upcoming.token is self.token_in(run.tokens):
+            stand_in = upcoming.take(run, args, kwargs)
             if stand_in is not None:
                 return stand_in
         with run.context.outside_outer_mode():
@@ -179,6 +190,15 @@ class UnitEntry:
             f"{self.runtime.rank}. Call it from training_step, validation_step, test_step or "
             "predict_step, in the code between submodules."
         )
+
+
+def entry_of(module: nn.Module) -> UnitEntry | None:
+    """The entry that stands in for this module's forward, if it is a unit."""
+    for forward in (module.__dict__.get("forward"), module._compiled_call_impl):
+        entry = getattr(forward, "__self__", None)
+        if isinstance(entry, UnitEntry):
+            return entry
+    return None
 
 
 def _needs_whole_call(module: nn.Module) -> bool:

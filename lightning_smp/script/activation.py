@@ -18,7 +18,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from lightning_smp.errors import ConfigError, PartitionError
-from lightning_smp.placed.units import UnitEntry
+from lightning_smp.placed.units import entry_of
 from lightning_smp.process_state import state
 
 __all__ = ["checkpoint", "checkpoint_sequential", "set_activation_checkpointing"]
@@ -125,9 +125,9 @@ def stages_of(module: nn.Module) -> set[int]:
     """The stages of the units in a module; empty where the model is not split, or in a unit."""
     found = set()
     for inner in module.modules():
-        for entry in (inner.__dict__.get("forward"), inner._compiled_call_impl):
-            if isinstance(entry, UnitEntry) and entry.stage >= 0:
-                found.add(entry.stage)
+        entry = entry_of(inner)
+        if entry is not None and entry.stage >= 0:
+            found.add(entry.stage)
     return found
 
 

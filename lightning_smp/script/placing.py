@@ -9,7 +9,7 @@ from torch import nn
 from lightning_smp.errors import PartitionError
 from lightning_smp.partitioning.manual import check_stage
 from lightning_smp.partitioning.marks import mark_created, mark_tree
-from lightning_smp.placed.units import UnitEntry
+from lightning_smp.placed.units import entry_of
 from lightning_smp.process_state import state
 
 __all__ = ["partition", "set_partition"]
@@ -62,7 +62,7 @@ def _check(index: int, what: str) -> None:
 
 
 def _is_placed(module: nn.Module) -> bool:
-    if any(isinstance(vars(inner).get("forward"), UnitEntry) for inner in module.modules()):
+    if any(entry_of(inner) is not None for inner in module.modules()):
         return True
     model = state.model
     return (

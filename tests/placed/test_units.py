@@ -38,7 +38,7 @@ def test_installed_and_removed() -> None:
     module = nn.Linear(2, 2)
     entry = entry_of(module)
     entry.install()
-    assert module.forward is entry
+    assert module.forward == entry.enter
     entry.remove()
     assert "forward" not in module.__dict__
 
@@ -59,7 +59,7 @@ def test_backward_hooks_belong_inside() -> None:
     entry.install()
     assert "forward" not in module.__dict__
     with pytest.raises(UnsupportedError, match=r"net\.unit"):
-        entry_of(module, rank=1).__call__(torch.ones(1, 2))
+        entry_of(module, rank=1).enter(torch.ones(1, 2))
     entry.remove()
     assert module._compiled_call_impl is None
 
@@ -69,7 +69,7 @@ def test_direct_call_on_its_own_stage_and_elsewhere() -> None:
     expected = module(torch.ones(1, 2))
     entry_of(module).install()
     assert torch.equal(module(torch.ones(1, 2)), expected)
-    entry_of(nn.Linear(2, 2), stage=-1, rank=1)(torch.ones(1, 2))
+    entry_of(nn.Linear(2, 2), stage=-1, rank=1).enter(torch.ones(1, 2))
     other = nn.Linear(2, 2)
     entry_of(other, rank=1).install()
     with pytest.raises(UnsupportedError, match="stage 0, was called outside of a step on stage 1"):
