@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 def model_creation(
     tensor_parallelism: bool = False,
     dtype: torch.dtype | None = None,
-    **tensor_parallel_config: object,
+    **tensor_parallel_config: Any,
 ) -> Iterator[None]:
     """Builds a model as under `delay_param_initialization`, in a given dtype.
 
