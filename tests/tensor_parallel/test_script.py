@@ -52,6 +52,11 @@ def _rank(rank: int, world_size: int, stages: int, prescaled: bool) -> None:
     assert [name for name, _ in model.scaled_batch_reducer_named_parameters()] == _SPLIT
     assert "module.2.weight" in dict(model.default_reducer_named_parameters())
     assert len(list(model.distributed_modules())) == 2
+    next(model.distributed_modules()).register_buffer("inside", torch.zeros(2), persistent=False)
+    model.get_module().register_buffer("outside", torch.zeros(2), persistent=False)
+    seen = [name for name, b in model.named_buffers() if model.is_scaled_batch_buffer(b)]
+    assert [name.rpartition(".")[2] for name in seen] == ["inside"]
+    assert not any(model.is_distributed_buffer(b) for b in model.buffers())  # none is split
     torch.testing.assert_close(dict(model.state_dict()), dict(wanted.state_dict()))
     found, expected = optimizer.state_dict()["state"], one_device.state_dict()["state"]
     torch.testing.assert_close(found, expected)
