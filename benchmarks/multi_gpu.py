@@ -23,11 +23,11 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -36,11 +36,13 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import lightning_smp as smp
 from benchmarks.gpu_stages import pipelining_step_s
+from benchmarks.one_gpu import Tokens
 from lightning_smp import SMPStrategy
+from lightning_smp.deferred import default_dtype
 
 __all__ = ["main"]
 
@@ -78,18 +80,6 @@ class LanguageModel(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW, as one kernel."""
         return torch.optim.AdamW(self.parameters(), 1e-5, fused=True)
-
-
-class _Tokens(Dataset[Tensor]):
-    def __init__(self, count: int, length: int, vocabulary: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.rows = torch.randint(0, vocabulary, (count, length), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.rows[index]
 
 
 class _Kept(Logger):
@@ -157,7 +147,7 @@ class Bench:
         pl.seed_everything(0, verbose=False)
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        with device, _default_dtype(torch.bfloat16):
+        with device, default_dtype(torch.bfloat16):
             module = make() if make else LanguageModel(size, length, recompute)
         clock = _Clock()
         trainer = pl.Trainer(
@@ -165,7 +155,7 @@ class Bench:
             max_steps=steps, logger=loggers, log_every_n_steps=1, callbacks=[clock],
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        data = _Tokens(rows * steps * self.size, length, _SIZES[size]["vocab_size"])
+        data = Tokens(rows * steps * self.size, length, _SIZES[size]["vocab_size"])
         trainer.fit(
             module, DataLoader(data, batch_size=rows), ckpt_path=ckpt_path, weights_only=False
         )
@@ -300,7 +290,7 @@ def _bound(bench: Bench) -> None:
     bench.say(f"\ntp {n}, bounds on the collectives in flight\n| limit | s | tokens/s/GPU | peak |")
     bench.say("|---|---|---|---|")
     for limit in ("1", "4", "8", "-1"):
-        with _variable("SMP_NCCL_THROTTLE_LIMIT", limit):
+        with mock.patch.dict(os.environ, {"SMP_NCCL_THROTTLE_LIMIT": limit}):
             bench.row(
                 limit, lambda: _tp(n, 4), replicas=1, rows=4, size=o.size, length=o.length,
                 recompute=True,
@@ -337,29 +327,6 @@ def _host_gib() -> float:
 def _forget() -> None:
     gc.collect()
     torch.cuda.empty_cache()
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    former = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(former)
-
-
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    former = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if former is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = former
 
 
 _PARTS: dict[str, Callable[[Bench], None]] = {

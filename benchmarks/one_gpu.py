@@ -26,7 +26,7 @@ from lightning_smp import SMPStrategy
 from lightning_smp.planning import DEVICES, Estimator, Setup, class_source
 from lightning_smp.planning.estimate import Layout
 
-__all__ = ["GPT", "Llama", "main"]
+__all__ = ["GPT", "Llama", "Tokens", "main"]
 
 _WARM = 6
 
@@ -115,7 +115,9 @@ class Llama(GPT):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
 
-class _Tokens(Dataset[Tensor]):
+class Tokens(Dataset[Tensor]):
+    """Random rows of ``length`` tokens, the same at each making."""
+
     def __init__(self, count: int, length: int, vocabulary: int) -> None:
         generator = torch.Generator().manual_seed(0)
         self.rows = torch.randint(0, vocabulary, (count, length), generator=generator)
@@ -156,7 +158,7 @@ def _train(
         accumulate_grad_batches=accumulate, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
     )  # fmt: skip
-    data = _Tokens(rows * steps * accumulate, length, vocabulary)
+    data = Tokens(rows * steps * accumulate, length, vocabulary)
     trainer.fit(make(), DataLoader(data, batch_size=rows))
     return clock.taken[_WARM:], float(torch.cuda.max_memory_allocated())
 

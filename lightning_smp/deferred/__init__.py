@@ -10,6 +10,7 @@ from lightning_smp.deferred.realize import (
     realize_module,
     value_of,
 )
+from lightning_smp.deferred.tape import default_dtype
 from lightning_smp.deferred.tensor import DeferredTensor, become
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Part",
     "attribute_tensors",
     "become",
+    "default_dtype",
     "deferring",
     "fingerprint",
     "is_deferred",

@@ -296,12 +296,9 @@ def _empty_storage(buffer: Buffer) -> torch.UntypedStorage:
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Lets torch's default dtype be another one for a while."""
-    current = torch.get_default_dtype()
-    if dtype == current:
-        yield
-        return
+    former = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(current)
+        torch.set_default_dtype(former)

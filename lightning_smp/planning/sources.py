@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lightning_smp.deferred import default_dtype
 from lightning_smp.errors import ConfigError
 from lightning_smp.partitioning import Analysis, analyze, fake_batch, find_atoms, new_fake_mode
 from lightning_smp.partitioning.atoms import Atom, is_lightning_module
@@ -199,18 +200,14 @@ def class_source(
     batch = _batch(inputs)
     make = _load(what)
     dtype, _ = PRECISIONS[precision]
-    before = torch.get_default_dtype()
     try:
-        torch.set_default_dtype(dtype)
-        with torch.device("meta"):
+        with default_dtype(dtype), torch.device("meta"):
             root = make(**arguments)
             configure = getattr(root, "configure_model", None)
             if callable(configure):
                 configure()
     except Exception as error:  # the user's code
         raise ConfigError(f"{what!r} cannot be made: {type(error).__name__}: {error}") from error
-    finally:
-        torch.set_default_dtype(before)
     if not isinstance(root, nn.Module):
         raise ConfigError(f"{what!r} makes a {type(root).__name__}, not a torch.nn.Module.")
     return Source(

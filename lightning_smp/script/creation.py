@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_smp.deferred import deferring
+from lightning_smp.deferred import default_dtype, deferring
 from lightning_smp.errors import ConfigError
 from lightning_smp.tensor_parallel.marks import tensor_parallelism as mark_modules
 
@@ -61,15 +61,5 @@ def model_creation(
             contexts.enter_context(mark_modules(**tensor_parallel_config))
         contexts.enter_context(deferring())
         if dtype is not None:
-            contexts.enter_context(_default_dtype(dtype))
+            contexts.enter_context(default_dtype(dtype))
         yield
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    former = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(former)

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from lightning_smp.deferred import deferring, is_deferred
+from lightning_smp.deferred import default_dtype, deferring, is_deferred
 from lightning_smp.errors import ConfigError
 from lightning_smp.placed.random import isolated_draws, mix_seed
 from lightning_smp.tensor_parallel.context import TensorParallel
@@ -237,17 +237,14 @@ class _Worker:
     def _construction(self, module: nn.Module) -> Iterator[None]:
         """Construct like the original: its dtype and device, and other random numbers per rank."""
         tensor = next(module.parameters(), None)
-        dtype = torch.get_default_dtype()
+        is_float = tensor is not None and tensor.is_floating_point()
+        dtype = tensor.dtype if is_float else torch.get_default_dtype()
         seed = mix_seed(torch.initial_seed(), self._tp.rank, len(self.distributed))
-        try:
-            if tensor is not None and tensor.is_floating_point():
-                torch.set_default_dtype(tensor.dtype)
-            device = torch.device("cpu") if tensor is None else tensor.device
-            lazily = deferring() if is_deferred(tensor) else nullcontext()
-            with device, isolated_draws(seed, device, guard_python=True), lazily:
-                yield
-        finally:
-            torch.set_default_dtype(dtype)
+        device = torch.device("cpu") if tensor is None else tensor.device
+        lazily = deferring() if is_deferred(tensor) else nullcontext()
+        draws = isolated_draws(seed, device, guard_python=True)
+        with default_dtype(dtype), device, draws, lazily:
+            yield
 
     def _shared_with(self, name: str, module: nn.Module) -> str | None:
         """Return a module outside of `module` that holds one of its parameters."""
