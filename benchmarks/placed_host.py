@@ -86,10 +86,10 @@ def _followed(module: LanguageModel, engine: PipelineEngine, piece: Tensor) -> C
             for index in range(_MICROBATCHES):
                 run = MicrobatchRun(context, index)
                 run.follow(program)
-                restore = runtime.activate(run)
+                former = runtime.activate(run)
                 with OuterMode(run):
                     module.training_step(piece, 0)
-                restore()
+                runtime.activate(former)
                 assert run.following
                 assert run.position == len(run.entries)
 

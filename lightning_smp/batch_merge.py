@@ -55,6 +55,10 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     Equal values come out exactly, and nothing is copied to the host.
     """
     stacked = torch.stack(list(values))
+    is_number = stacked.ndim == 1 and stacked.is_floating_point() and not stacked.requires_grad
+    if is_number and stacked.device.type == "cpu":  # Python is at the numbers, and faster
+        shares = list(weights) if any(weights) else [1.0] * len(weights)
+        return torch.tensor(_mean_of_floats(stacked.tolist(), shares), dtype=stacked.dtype)
     wide = torch.promote_types(stacked.dtype, torch.float32)
     if not stacked.dtype.is_floating_point and not stacked.dtype.is_complex:
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
@@ -119,7 +123,7 @@ def _are_rows(values: list[Any], sizes: list[int]) -> bool:
     )
 
 
-def _mean_of_floats(values: list[float], sizes: list[int]) -> float:
+def _mean_of_floats(values: Sequence[float], sizes: Sequence[float]) -> float:
     if all(value == values[0] for value in values):
         return values[0]
     return sum(v * n for v, n in zip(values, sizes, strict=True)) / sum(sizes)

@@ -218,7 +218,8 @@ class Program:
     ``loss_segments`` the segments where they were made;
     ``copied_edges`` are sent from a copy, since their tensor is changed in place later;
     ``attributes`` are those that the step writes on outer modules; ``visits`` counts each rank's
-    segments; ``num_values`` the values that the calls make. ``route`` is how this rank passes by
+    segments; ``changing`` are the ranks on which a call changes something in place; ``num_values``
+    counts the values that the calls make. ``route`` is how this rank passes by
     the calls of others (`lightning_smp.placed.passing`), made when the program is first followed.
     """
 
@@ -234,6 +235,7 @@ class Program:
     gradient_messages: dict[SegmentNode, list[Edge]] = field(default_factory=dict)
     attributes: tuple[tuple[str, str], ...] = ()
     visits: Counter[int] = field(default_factory=Counter)
+    changing: frozenset[int] = frozenset()
     num_values: int = 0
     route: Any = field(default=None, compare=False, repr=False)
 
@@ -246,6 +248,8 @@ class Program:
     def seal(self) -> None:
         """Gives each call the edges that leave after it, in the order in which they are sent."""
         self.visits = Counter(rank for rank, _ in self.segments)
+        homes = {entry.home for entry in self.entries if entry.outcome.mutated}
+        self.changing = frozenset(self.visits if EVERYWHERE in homes else homes)
         leaving: dict[int, list[Edge]] = {}
         for edge in self.edges:
             if edge.is_message:

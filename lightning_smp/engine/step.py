@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from lightning_smp.engine.backward import Backwards, empty_message
+from lightning_smp.engine.control import Agreement
 from lightning_smp.engine.fiber import Fiber
 from lightning_smp.engine.posting import Receive
 from lightning_smp.errors import CommunicationError
@@ -55,6 +56,8 @@ class Step(Backwards):
         self.cursor = 0
         self.final: dict[int, list[nn.Parameter]] = {}
         self.settled = False
+        self.meeting_at = -1
+        self.meeting: Agreement | None = None
         self.swap = AttributeSwap(())
 
     def run(self) -> list[Any]:
@@ -125,6 +128,8 @@ class Step(Backwards):
         course = self.engine.course_of(programs, self.train)
         self.engine.schedule = course.schedule
         self.row, self.receives = course.row, course.receives
+        if self.runtime.device.type == "cpu":  # the losses of a GPU are not there yet
+            self.meeting_at = course.num_until_forwards
         if self.plan.on_final is not None:
             self.final = course.final
         self.swap = AttributeSwap(course.attributes, self.runtime.outer_modules[""])
@@ -153,6 +158,8 @@ class Step(Backwards):
                 self._backward(action)
             if clock is not None:
                 clock.end(action)
+            if self.cursor == self.meeting_at and self.meeting is None:
+                self._meet()
             final = self.final.get(self.cursor - 1)
             if final and not self.deviations:
                 assert self.plan.on_final is not None
@@ -160,16 +167,23 @@ class Step(Backwards):
         if not self.settled:
             self.settle()
 
-    def settle(self) -> None:
-        """All schedules are done: compares deviations and the replicated random stream."""
-        self.settled = True
-        self.channels.drain()
+    def _meet(self) -> None:
+        """All forwards of the schedule are done: says what the ranks compare at its end."""
         mine = [
             sorted((m, *what) for m, what in self.deviations.items()),
             digest_draws(self.runtime.device),
             self._offer(),
         ]
-        reports = self.control.agree_at("the end of the step", mine)
+        self.meeting = self.control.begin_agreement("the end of the step", mine)
+
+    def settle(self) -> None:
+        """All schedules are done: compares deviations and the replicated random stream."""
+        self.settled = True
+        self.channels.drain()
+        if self.meeting is None:
+            self._meet()
+        assert self.meeting is not None
+        reports = self.meeting.finish()
         if any(report[0] != reports[0][0] for report in reports):
             raise CommunicationError(_describe_split([report[0] for report in reports]))
         if any(report[1] != reports[0][1] for report in reports):
@@ -216,23 +230,24 @@ class Step(Backwards):
     def _call_body(self, m: int) -> None:
         """The user's step for one microbatch, from its first call to its last."""
         run = self.runs[m]
-        self.engine.position = f"forward of microbatch {m}"
-        restore = self.runtime.activate(run)
+        plan = self.plan
+        former = self.runtime.activate(run)
         try:
             with OuterMode(run):
-                self.results[m] = self.plan.bodies[m]()
+                result = self.results[m] = plan.bodies[m]()
         finally:
-            restore()
-        if self.plan.loss_of is not None:
-            assert self.plan.loss_seed is not None
-            loss = self.plan.loss_of(self.results[m])
+            self.runtime.activate(former)
+        if plan.loss_of is not None:
+            assert plan.loss_seed is not None
+            loss = plan.loss_of(result)
             if isinstance(loss, PlacedTensor):
-                run.add_loss(loss, self.plan.loss_seed(m, self.results[m]))
+                run.add_loss(loss, plan.loss_seed(m, result))
         if run.following and not run.ends_as_recorded():
             run.leave_program(("the end of the step",))
         self.finished[m] = True  # not before: where it left its program it must go on first
 
     def _record(self, m: int) -> None:
+        self.engine.position = f"forward of microbatch {m}"
         watch = AttributeWatch(self.runtime.outer_modules.items())
         run = self.runs[m]
         self._call_body(m)

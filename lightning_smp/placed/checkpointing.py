@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.placed.functions import METADATA
-from lightning_smp.placed.passing import NOTHING
+from lightning_smp.placed.ready import NOTHING
 from lightning_smp.placed.structure import iter_tensors, map_tensors
 from lightning_smp.placed.tensor import PlacedTensor
 from lightning_smp.placed.units import UnitEntry
@@ -139,16 +139,16 @@ class ReplayMode(TorchFunctionMode):
     def __init__(self, replay: Replay) -> None:
         super().__init__()
         self._replay = replay
-        self._restore: Any = None
+        self._former: Any = None
 
     def __enter__(self) -> ReplayMode:
-        self._restore = self._replay.run.context.runtime.activate(self._replay)
+        self._former = self._replay.run.context.runtime.activate(self._replay)
         super().__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
-        self._restore()
+        self._replay.run.context.runtime.activate(self._former)
 
     def __torch_function__(
         self,

@@ -9,7 +9,7 @@ import torch
 from lightning_smp.placed.moving import Moving
 from lightning_smp.placed.operands import Operands
 from lightning_smp.placed.random import digest_draws, isolated_draws, seed_after
-from lightning_smp.placed.structure import map_tensors
+from lightning_smp.placed.structure import iter_tensors, map_tensors
 from lightning_smp.placed.tensor import PlacedTensor
 from lightning_smp.placed.units import UnitEntry
 
@@ -43,28 +43,51 @@ class Executing(Moving):
             supply = iter(locals_)
             args = map_tensors(args, lambda _: next(supply))
             kwargs = map_tensors(kwargs, lambda _: next(supply))
+        return self.execute(target, args, kwargs, seed)
+
+    def execute(self, target: Any, args: Any, kwargs: Any, seed: int | None) -> Any:
+        """Runs a call on real tensors.
+
+        Args:
+            target: the unit or function.
+            args: its arguments.
+            kwargs: its named arguments.
+            seed: of the unit's random stream, None for a function.
+        """
         meter = self.context.meter
-        if meter is None:
-            return self._execute_now(target, args, kwargs, seed)
-        meter.enter(self, target, locals_)
-        result = self._execute_now(target, args, kwargs, seed)
-        meter.leave(self, target, result)
+        if meter is not None:
+            meter.enter(self, target, [*iter_tensors((args, kwargs))])
+        run = self._run_followed if self.following else self._run_recorded
+        result = run(target, args, kwargs, seed)
+        if meter is not None:
+            meter.leave(self, target, result)
         return result
 
-    def _execute_now(self, target: Any, args: Any, kwargs: Any, seed: int | None) -> Any:
+    def _run_followed(self, target: Any, args: Any, kwargs: Any, seed: int | None) -> Any:
         if seed is None:
-            if self.following:
-                return target(*args, **kwargs)
+            return target(*args, **kwargs)
+        with isolated_draws(seed, self.context.device, guard_python=target.draws_python):
+            self.in_unit = target
+            try:
+                return target.run(args, kwargs, observe=False)
+            finally:
+                self.in_unit = None
+
+    def _run_recorded(self, target: Any, args: Any, kwargs: Any, seed: int | None) -> Any:
+        """Runs a call and notes whether it draws random numbers."""
+        if seed is None:
             before = digest_draws(self.context.device)
             result = target(*args, **kwargs)
             self.drew = before != digest_draws(self.context.device)
             return result
-        watched = not self.following or target.draws_python
-        with isolated_draws(seed, self.context.device, guard_python=watched) as draws:
-            result = self._execute_unit(target, args, kwargs)
-            if not self.following:
-                self.drew = draws.used()
-                target.draws_python |= draws.used_python()
+        with isolated_draws(seed, self.context.device, guard_python=True) as draws:
+            self.in_unit = target
+            try:
+                result = target.run(args, kwargs, observe=True)
+            finally:
+                self.in_unit = None
+            self.drew = draws.used()
+            target.draws_python |= draws.used_python()
         return result
 
     def _draw_alike(self, target: Any, args: Any, kwargs: Any) -> None:
@@ -92,10 +115,3 @@ class Executing(Moving):
                 return target.run(args, kwargs, observe=False)
             finally:
                 replay.in_unit = None
-
-    def _execute_unit(self, unit: UnitEntry, args: Any, kwargs: Any) -> Any:
-        self.in_unit = unit
-        try:
-            return unit.run(args, kwargs, observe=not self.following)
-        finally:
-            self.in_unit = None

@@ -47,9 +47,9 @@ class MetricBoundary:
             return run.read(tensor) if isinstance(tensor, PlacedTensor) else tensor
 
         args, kwargs = map_tensors(args, real), map_tensors(kwargs, real)
-        restore = self._runtime.activate(None)
+        former = self._runtime.activate(None)
         try:
             with run.context.outside_outer_mode():
                 return self._original(*args, **kwargs)
         finally:
-            restore()
+            self._runtime.activate(former)

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from lightning_smp.errors import UnsupportedError
-from lightning_smp.placed.autograd import Segment, arrive
+from lightning_smp.placed.autograd import Segment
 from lightning_smp.placed.functions import function_name
 from lightning_smp.placed.operands import Operands
+from lightning_smp.placed.places import ABSENT
 from lightning_smp.placed.run_state import RunState
 from lightning_smp.placed.tensor import Value, spec_of
 from lightning_smp.placed.units import UnitEntry
@@ -87,7 +88,7 @@ class Moving(RunState):
             self.note_boundary()
         if self.rank in new_segments:
             for _ in range(new_segments.count(self.rank)):
-                self._enter_segment()
+                self.enter_segment()
         arrivals = []
         for ordinal, rank, moves in pending:
             edge = self._edge(operands, ordinal, rank, moves, position)
@@ -114,20 +115,21 @@ class Moving(RunState):
         self.edges.append(edge)
         self.sent_versions.append((edge.index, value.group, value.group.version))
         if moves and source[0] == self.rank:
-            self._send(value, edge)
+            self.send(value, edge)
         if rank == self.rank:
-            self._arrive(value, edge)
+            self.arrive(value, edge)
         value.holders[rank] = value.group.version
         value.segments[rank] = target[1]
         return edge
 
-    def _enter_segment(self) -> None:
+    def enter_segment(self) -> None:
         """Starts this rank's next segment; the engine may do other work first."""
-        self.segments[len(self.segments)] = Segment(self.context.anchor)
+        self.segments[len(self.segments)] = Segment()
         if self.following:
             self.context.pause(self)
 
-    def _send(self, value: Value, edge: Edge) -> None:
+    def send(self, value: Value, edge: Edge) -> None:
+        """Sends this rank's tensor along an edge that begins here."""
         tensor = _one_tensor(value)
         if edge.spec.requires_grad:
             self.segments[edge.source[1]].leave(edge.index, tensor)
@@ -136,15 +138,22 @@ class Moving(RunState):
             copy = not self.following or edge.index in self.program.copied_edges
             self.context.channels.send(tensor, edge.target[0], copy=copy)
 
-    def _arrive(self, value: Value, edge: Edge) -> None:
-        if edge.source[0] == edge.target[0]:
+    def arrive(self, value: Value, edge: Edge) -> None:
+        """Takes the tensor of an edge that ends here."""
+        is_carried = edge.source[0] == edge.target[0]
+        if is_carried:
             tensor = _one_tensor(value)
             self.segments[edge.source[1]].leave(edge.index, tensor)
             payload = tensor.detach()
         else:
             payload = self.context.receive(self, edge)
-        segment = self.segments[edge.target[1]]
-        value.local = arrive(payload, segment, edge.index) if edge.spec.requires_grad else payload
+        if edge.spec.requires_grad:
+            is_fixed = self.following and self.rank not in self.program.changing
+            segment = self.segments[edge.target[1]]
+            payload = segment.enter(edge.index, payload, is_shared=is_carried, is_fixed=is_fixed)
+        value.local = payload
+        if self.following and value.index >= 0:  # only the step's own code keeps numbers alive
+            self.lane[value.index] = ABSENT
 
 
 def _one_tensor(value: Value) -> torch.Tensor:

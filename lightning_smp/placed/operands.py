@@ -101,12 +101,13 @@ def scan(operands: Operands, obj: Any, count_masks: bool) -> Any:
 def _scan_items(operands: Operands, items: Iterable[Any], count_masks: bool) -> list[Any]:
     """The keys of several arguments; one loop, since every call of the step passes here."""
     run, tensors, values = operands.run, operands.tensors, operands.values
+    mark = run.mark
     keys: list[Any] = []
     for obj in items:
         kind = type(obj)
         if kind is PlacedTensor:
             value = obj._value
-            if value.run is not run:
+            if value.mark is not mark:
                 value = _inherited(operands, obj)
             tensors.append(obj)
             values.append(value)
@@ -132,14 +133,18 @@ def fits(run: MicrobatchRun, args: Iterable[Any], keys: Sequence[Any]) -> bool:
 
     False also where only `scan` can say: parameters, masks, objects that were not seen before.
     """
+    mark = run.mark
     for obj, key in zip(args, keys, strict=True):
         kind = type(obj)
         if kind is PlacedTensor:
             value = obj._value
-            if value.run is not run or value.key != key:
+            if value.mark is not mark or value.key != key:
                 return False
         elif obj is None or kind in _AS_THEY_ARE or kind is str:
             if obj is not key and obj != key:
+                return False
+        elif kind is torch.Tensor:
+            if not _fits_plain(run, obj, key):
                 return False
         elif not _fits_other(run, kind, obj, key):
             return False

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.placed.checkpointing import checkpoint_generator
@@ -42,17 +42,16 @@ class OuterMode(TorchFunctionMode):
     is_of_the_step = True
 
     def __init__(self, run: MicrobatchRun) -> None:
-        super().__init__()
         self.run = run
         self.held = run.context.table.held
 
     def __enter__(self) -> OuterMode:
         self.run.begin()
-        super().__enter__()
+        _push_mode(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)
+        _pop_mode()
         self.run.end()
 
     def __torch_function__(
@@ -81,7 +80,7 @@ class OuterMode(TorchFunctionMode):
         run = self.run
         if func in ON_PARAMETERS and not isinstance(args[0], PlacedTensor):
             if func in CHANGES_STATE:
-                run.context.tokens.clear()
+                run.context.runtime.tokens.forget()
             return func(*args, **kwargs)
         if func is T.register_hook:
             return run.register_hook(args[0], args[1])

@@ -10,7 +10,7 @@ from lightning_smp.errors import CommunicationError, UnsupportedError
 from lightning_smp.placed.executing import Executing
 from lightning_smp.placed.functions import READS
 from lightning_smp.placed.operands import Operands
-from lightning_smp.placed.outcome import matches, mismatch
+from lightning_smp.placed.outcome import matches
 from lightning_smp.placed.structure import build
 from lightning_smp.placed.tensor import SPOILT, USED, PlacedTensor, Value
 from lightning_smp.placed.units import UnitEntry
@@ -36,22 +36,11 @@ class Results(Executing):
         real: list[torch.Tensor] = []
         problem = matches(self, target, result, outcome, real)
         if problem:
-            raise self._unlike_recorded(target, problem)
+            raise self.unlike_recorded(target, problem)
         return self._finish(entry, target, operands, position, real, seed)
 
-    def _wrap_one(self, entry: Entry, target: Any, result: torch.Tensor, position: int) -> Any:
-        """The result of a call that gives one new tensor (`Entry.makes_one`)."""
-        spec = entry.outcome.leaves[0].spec
-        problem = mismatch(result, spec)
-        if problem:
-            raise self._unlike_recorded(target, problem)
-        value = self._new_value(entry.home, position)
-        value.local = result
-        for edge in entry.departures:
-            self._send(value, edge)
-        return self._placeholder(spec, value)
-
-    def _unlike_recorded(self, target: Any, problem: str) -> CommunicationError:
+    def unlike_recorded(self, target: Any, problem: str) -> CommunicationError:
+        """The error for a call that gave something else than when it was recorded."""
         return CommunicationError(
             f"stage {self.rank}, microbatch {self.index}: {self._label(target)} {problem}, "
             "while the other stages expect what it gave when the step was recorded. A result "
@@ -103,7 +92,7 @@ class Results(Executing):
         if real is not None and entry.departures and self.following:
             for edge in entry.departures:
                 if edge.source[0] == self.rank and edge.consumed != position:
-                    self._send(_find(edge.value, made), edge)
+                    self.send(_find(edge.value, made), edge)
         if type(target) is UnitEntry and outcome.escapes:
             target.plant(outcome.escapes, leaves, operands.objects)
         result = build(outcome.template, leaves, operands.objects)
@@ -112,7 +101,7 @@ class Results(Executing):
         return result
 
     def _new_value(self, home: int, position: int) -> Value:
-        value = Value(self, self.num_values, home, self._home_node(home))
+        value = Value(self.mark, self.num_values, home, self._home_node(home))
         self.num_values += 1
         value.produced = position
         if home == EVERYWHERE:

@@ -23,9 +23,10 @@ from lightning_smp.placed.functions import (
 )
 from lightning_smp.placed.operands import Operands, scan
 from lightning_smp.placed.outcome import describe, outcome_from_plain, outcome_to_plain
-from lightning_smp.placed.passing import ABSENT, NOTHING, Route
 from lightning_smp.placed.random import digest_draws
+from lightning_smp.placed.ready import NOTHING
 from lightning_smp.placed.results import Results
+from lightning_smp.placed.route import Route
 from lightning_smp.placed.tensor import PlacedTensor
 from lightning_smp.placed.units import UnitEntry
 from lightning_smp.program import EVERYWHERE, Entry, Outcome, Program, SegmentTracker
@@ -78,29 +79,25 @@ class MicrobatchRun(Results):
         for rank in entry.new_segments:
             self.tracker.current[rank] += 1
             if rank == me:
-                self._enter_segment()
+                self.enter_segment()
         if entry.departures and entry.departures[0].consumed == position:
             self._depart_parameters(entry, position, operands)
         for edge in entry.arrivals:
             value = operands.value(edge.operand)
             rank = edge.target[0]
             if rank == me:
-                self._arrive(value, edge)
-                if value.index >= 0:  # only the step's own code keeps numbers alive
-                    self.lane[value.index] = ABSENT
+                self.arrive(value, edge)
             value.note_copy(rank, edge.target[1])
         seed = self._seed(target, entry.unit_call)
         if entry.home in (me, EVERYWHERE):
             result = self._execute(target, args, kwargs, operands, seed)
-            if entry.makes_one and self.region is None and isinstance(result, torch.Tensor):
-                return self._wrap_one(entry, target, result, position)
             return self._wrap_real(entry, target, result, operands, position, seed)
         return self._wrap_specs(entry, target, args, kwargs, operands, position)
 
     def _depart_parameters(self, entry: Entry, position: int, operands: Operands) -> None:
         for edge in entry.departures:
             if edge.source[0] == self.rank and edge.consumed == position:
-                self._send(operands.value(edge.operand), edge)
+                self.send(operands.value(edge.operand), edge)
 
     def _record(
         self, key: tuple[Any, ...], target: Any, args: Any, kwargs: Any, operands: Operands,
@@ -171,7 +168,9 @@ class MicrobatchRun(Results):
 
     def begin(self) -> None:
         """The step's code begins."""
-        if self.route is not None:
+        if self.route is None:
+            self.begin_recording()
+        else:
             self.lane = self.route.enter()
             self._go_to(0)
 
@@ -198,11 +197,11 @@ class MicrobatchRun(Results):
         self.context.deviated(self, position, key)
         self.following = False
         self.route, self.upcoming = None, NOTHING
-        units = (entry.key[0] for entry in self.entries[:position])
+        units = [entry.key[0] for entry in self.entries[:position]]
+        entries = self.entries[:position]
+        self.begin_recording()
         self.calls_of_unit.update(token[1] for token in units if isinstance(token, tuple))
-        self.entries = list(self.entries[:position])
-        self.edges = list(edges)
-        self.program = Program()
+        self.entries, self.edges = entries, list(edges)
         reached = [edge for edge in edges if edge.consumed < position]
         self.tracker = SegmentTracker.resumed(self.tracker.current, reached)
         for segment in self.segments.values():
@@ -272,7 +271,7 @@ class MicrobatchRun(Results):
         """What follows a backward inside the step belongs to new segments."""
         for rank in range(self.num_ranks):
             self.tracker.advance(rank)
-        self._enter_segment()
+        self.enter_segment()
         self.losses.clear()
 
     def seed_of(self, loss: PlacedTensor, gradient: Any) -> torch.Tensor | None:

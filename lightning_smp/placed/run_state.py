@@ -10,8 +10,9 @@ import torch
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.placed.autograd import Segment
 from lightning_smp.placed.functions import function_name, read_everywhere
-from lightning_smp.placed.passing import NOTHING, PassedCall, Route
 from lightning_smp.placed.random import stir
+from lightning_smp.placed.ready import NOTHING, ReadyCall
+from lightning_smp.placed.route import Route
 from lightning_smp.placed.tensor import PlacedTensor, Value, adopt
 from lightning_smp.placed.units import UnitEntry
 from lightning_smp.program import EVERYWHERE, Edge, Entry, Program, SegmentNode, SegmentTracker
@@ -28,37 +29,49 @@ _SHOWN = 300
 class RunState:
     """The state of a microbatch's forward, and the values that are there without a call."""
 
+    # What most microbatches never change. A step makes many of these objects.
+    following = False
+    route: Route | None = None
+    upcoming: ReadyCall = NOTHING
+    position = 0
+    num_values = 0
+    region: list[tuple[Entry, int | None, Any]] | None = None
+    in_unit: UnitEntry | None = None
+    dynamic = False
+    drew = False
+    boundary_draws: int | None = None
+
+    # What only a run that records needs (`begin_recording`).
+    program: Program
+    entries: list[Entry]
+    edges: list[Edge]
+    calls_of_unit: Counter[int]
+    sent_versions: list[tuple[int, Any, int]]
+
     def __init__(self, context: StepContext, index: int) -> None:
         self.context = context
         self.index = index
+        self.mark = object()  # not the run itself: values may live longer
         self.rank = context.rank
         self.device_type = context.device.type
         self.num_ranks = context.num_ranks
         self.tokens = context.tokens
-        self.following = False
-        self.program = Program()
-        self.route: Route | None = None
         self.lane: list[Any] = []
-        self.upcoming: PassedCall = NOTHING
-        self.entries: list[Entry] = []
-        self.edges: list[Edge] = []
-        self.position = 0
         self.tracker = SegmentTracker(self.num_ranks)
-        self.segments: dict[int, Segment] = {0: Segment(context.anchor)}
-        self.num_values = 0
+        self.segments: dict[int, Segment] = {0: Segment()}
         self.opaque: dict[int, tuple[Any, ...]] = {}
         self.opaque_objects: list[Any] = []
         self.parameters: dict[int, Value] = {}
-        self.calls_of_unit: Counter[int] = Counter()
         self.seed_state = stir(context.seed_state, index)
-        self.region: list[tuple[Entry, int | None, Any]] | None = None
-        self.in_unit: UnitEntry | None = None
-        self.sent_versions: list[tuple[int, Any, int]] = []
-        self.dynamic = False
-        self.drew = False
-        self.boundary_draws: int | None = None
         self.sent: set[int] = set()
         self.losses: list[tuple[tuple[int, int], SegmentNode]] = []
+
+    def begin_recording(self) -> None:
+        """The run records a program of its own from here on."""
+        self.program = Program()
+        self.entries, self.edges = [], []
+        self.calls_of_unit = Counter()
+        self.sent_versions = []
 
     def close(self) -> None:
         """The step is over: lets go of what refers to this run, so that no cycle keeps it."""
@@ -74,7 +87,7 @@ class RunState:
         """The value of a parameter or buffer that is real on ``stages`` only."""
         value = self.parameters.get(id(tensor))
         if value is None:
-            value = Value(self, -2 - len(self.parameters), stages[0], (stages[0], 0))
+            value = Value(self.mark, -2 - len(self.parameters), stages[0], (stages[0], 0))
             value.stages, value.name = stages, name
             value.group.size = 2  # changed in place only where it lives
             if self.rank in stages:
@@ -85,7 +98,7 @@ class RunState:
     def inherit(self, tensor: PlacedTensor) -> Value:
         """An adopted tensor (a buffer, say) goes on in this microbatch where the last left it."""
         former = tensor._value
-        value = Value(self, self.num_values, former.home, (max(former.home, 0), 0))
+        value = Value(self.mark, self.num_values, former.home, (max(former.home, 0), 0))
         self.num_values += 1
         value.is_adopted = True
         if former.local is not None:
@@ -120,7 +133,7 @@ class RunState:
                 f"{tuple(tensor.shape)} that all stages hold and that is a parameter or a view of "
                 "another tensor. Write into a fresh tensor: x = x.clone()."
             )
-        value = Value(self, self.num_values, home, self._home_node(home))
+        value = Value(self.mark, self.num_values, home, self._home_node(home))
         self.num_values += 1
         if home in (self.rank, EVERYWHERE):
             with torch.enable_grad():

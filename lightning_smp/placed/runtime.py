@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -13,8 +12,10 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import _pop_mode, _push_mode
 
 from lightning_smp.errors import UnsupportedError
+from lightning_smp.placed.autograd import storage_uses
 from lightning_smp.placed.functions import function_name
 from lightning_smp.placed.random import SEED_START, stir
+from lightning_smp.placed.tokens import Tokens
 from lightning_smp.placed.units import UnitEntry
 from lightning_smp.program import Edge, fingerprint
 
@@ -63,6 +64,7 @@ class Runtime:
         self.device = device
         self.table = PlacementTable()
         self.units: list[UnitEntry] = []
+        self.tokens = Tokens(self.units)
         self.outer_modules: dict[str, nn.Module] = {}
         self.gathers_state = False
         self.hooks: list[Any] = []
@@ -79,15 +81,10 @@ class Runtime:
         """The run of this thread, or None outside of steps."""
         return self.thread.run
 
-    def activate(self, run: Any) -> Callable[[], None]:
-        """Makes ``run`` this thread's run; returns what restores the former one."""
-        former = self.active_run()
-        self.thread.run = run
-
-        def restore() -> None:
-            self.thread.run = former
-
-        return restore
+    def activate(self, run: Any) -> Any:
+        """Makes ``run`` this thread's run; returns the former one."""
+        former, self.thread.run = self.thread.run, run
+        return former
 
 
 class Engine(Protocol):
@@ -139,10 +136,9 @@ class StepContext:
 
     Attributes:
         seed_state: the state of seeds after these integers.
-        anchor: makes what enters a segment require a gradient.
         adopted: whether the step has written a tensor that all ranks held.
         meter: measures units while it is set.
-        tokens: units' tokens, found in this step.
+        tokens: units' tokens, as far as they are known.
     """
 
     def __init__(
@@ -157,14 +153,13 @@ class StepContext:
         self.channels = channels
         self.control = control
         self.seed_state = stir(SEED_START, *seed)
-        self.anchor = torch.empty((), requires_grad=True)
         self.adopted = False
         self.meter: UnitMeter | None = None
         self.pause = engine.pause
         self.receive = engine.receive
         self.deviated = engine.deviated
         self.backward = engine.backward
-        self.tokens: dict[int, tuple[bool, tuple[Any, ...]]] = {}
+        self.tokens = runtime.tokens.of_step()
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def close(self) -> None:
@@ -212,8 +207,4 @@ class StepContext:
 
     def has_aliases(self, tensor: torch.Tensor) -> bool:
         """Whether another tensor may share the storage."""
-        return tensor._is_view() or _storage_uses(tensor) > _storage_uses(torch.empty(1))
-
-
-def _storage_uses(tensor: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined,no-any-return]
+        return tensor._is_view() or storage_uses(tensor) > storage_uses(torch.empty(1))

@@ -138,27 +138,27 @@ def run_autograd(
 
 
 def backward_of_inputs(
-    roots: list[Any], gradients: list[torch.Tensor], anchor: torch.Tensor
+    roots: list[Any], gradients: list[torch.Tensor], entered: Sequence[torch.Tensor]
 ) -> LaterPart:
-    """Runs the part of a backward that leads to the anchor; see Note [What is put off].
+    """Runs the part of a backward that leads to some leaves; see Note [What is put off].
 
     Args:
         roots: tensors or gradient edges.
         gradients: theirs.
-        anchor: the leaf that all values hang on whose gradients are wanted now.
+        entered: the leaves whose gradients are wanted now.
 
     Returns:
-        what is to be run later. If nothing leads to the anchor, that is all.
+        what is to be run later. If nothing leads to these leaves, that is all.
     """
-    graph = _Graph(roots, anchor)
-    if not graph.to_anchor:
+    graph = _Graph(roots, entered)
+    if not graph.to_entered:
         return LaterPart(roots=roots, gradients=gradients)
     products = [] if graph.is_whole else graph.put_off()
     if not products:
         run_autograd(roots, gradients)
         return LaterPart()
     try:
-        run_autograd(roots, gradients, inputs=[anchor, *graph.parameters_now()])
+        run_autograd(roots, gradients, inputs=graph.leaves_now())
     finally:
         for product in products:
             product.handle.remove()
@@ -169,34 +169,35 @@ class _Graph:
     """The autograd graph below some roots.
 
     Attributes:
-        to_anchor: nodes that lead to the anchor.
+        to_entered: nodes that lead to what entered.
         is_whole: whether it must be run at once.
     """
 
-    def __init__(self, roots: Sequence[Any], anchor: torch.Tensor) -> None:
+    def __init__(self, roots: Sequence[Any], entered: Sequence[torch.Tensor]) -> None:
         starts = [r.node if isinstance(r, GradientEdge) else r.grad_fn for r in roots]
         self.order = _sorted_nodes(starts)
-        self.to_anchor: set[Any] = set()
+        self.to_entered: set[Any] = set()
         self.is_whole = False
         self._starts = starts
         self._later: set[Any] = set()
+        wanted = set(map(id, entered))
         for node in reversed(self.order):
             self.is_whole |= node.name() == _NEVER_SPLIT
-            is_anchor = node.name() == _LEAF and node.variable is anchor
-            if is_anchor or any(child in self.to_anchor for child, _ in node.next_functions):
-                self.to_anchor.add(node)
+            is_wanted = node.name() == _LEAF and id(node.variable) in wanted
+            if is_wanted or any(child in self.to_entered for child, _ in node.next_functions):
+                self.to_entered.add(node)
         self._users = self._count_users()
 
     def _count_users(self) -> dict[Any, int]:
-        """For each node off the way to the anchor, the edges that lead from the way to it."""
+        """For each node off the way to what entered, the edges that lead from the way to it."""
         users: dict[Any, int] = {}
         for node in self._starts:
-            if node not in self.to_anchor:
+            if node not in self.to_entered:
                 users[node] = users.get(node, 0) + 1
         for node in self.order:
             for child, _ in node.next_functions:
-                if child is not None and child not in self.to_anchor:
-                    come = 1 if node in self.to_anchor else users.get(node, 0)
+                if child is not None and child not in self.to_entered:
+                    come = 1 if node in self.to_entered else users.get(node, 0)
                     users[child] = users.get(child, 0) + come
         return users
 
@@ -205,10 +206,10 @@ class _Graph:
         found = []
         for node in self.order:
             kind = _KINDS.get(node.name())
-            if kind is None or node not in self.to_anchor:
+            if kind is None or node not in self.to_entered:
                 continue
             child, output = node.next_functions[kind.weight]
-            if child is None or child in self.to_anchor:
+            if child is None or child in self.to_entered:
                 continue
             leaves = _leaves(child)
             if any(self._users[leaf] != 1 or leaf.variable.is_complex() for leaf in leaves):
@@ -219,12 +220,10 @@ class _Graph:
                 self._later.update(leaves)
         return found
 
-    def parameters_now(self) -> list[torch.Tensor]:
+    def leaves_now(self) -> list[torch.Tensor]:
         """The leaves whose gradients are not put off."""
         return [
-            node.variable
-            for node in self.order
-            if node.name() == _LEAF and node not in self.to_anchor and node not in self._later
+            node.variable for node in self.order if node.name() == _LEAF and node not in self._later
         ]
 
 

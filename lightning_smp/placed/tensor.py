@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.program import EVERYWHERE, SegmentNode, TensorSpec
-
-if TYPE_CHECKING:
-    from lightning_smp.placed.run import MicrobatchRun
 
 __all__ = [
     "AS_NEW",
@@ -55,6 +52,7 @@ class Value:
     """What this rank knows of one placed value.
 
     Attributes:
+        mark: of the microbatch that it belongs to (`RunState.mark`).
         index: ordinal in the microbatch, equal on all ranks.
         key: what stands for it in the keys of calls.
         home: rank that holds it for real, or ``EVERYWHERE``.
@@ -71,12 +69,12 @@ class Value:
     """
 
     __slots__ = (
-        "__weakref__", "group", "holders", "home", "index", "is_adopted", "key", "local", "name",
-        "node", "produced", "run", "segments", "stages", "wear",
+        "__weakref__", "group", "holders", "home", "index", "is_adopted", "key", "local", "mark",
+        "name", "node", "produced", "segments", "stages", "wear",
     )  # fmt: skip
 
-    def __init__(self, run: MicrobatchRun, index: int, home: int, node: SegmentNode) -> None:
-        self.run = run
+    def __init__(self, mark: object, index: int, home: int, node: SegmentNode) -> None:
+        self.mark = mark
         self.index = index
         self.key = ("v", index)
         self.home = home

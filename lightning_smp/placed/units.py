@@ -7,7 +7,6 @@ every rank; only the original forward runs on one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,15 +15,13 @@ from torch import nn
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.placed.structure import iter_tensors, map_tensors
 from lightning_smp.placed.tensor import PlacedTensor
+from lightning_smp.placed.tokens import flags_of
 
 if TYPE_CHECKING:
     from lightning_smp.placed.compiling import UnitCompiler
     from lightning_smp.placed.runtime import Runtime
 
 __all__ = ["UnitEntry", "entry_of"]
-
-_requires_grad = attrgetter("requires_grad")
-_training = attrgetter("training")
 
 
 class UnitEntry:
@@ -60,9 +57,9 @@ class UnitEntry:
         if compiler is not None:
             self._forward = compiler.compile(name, module, self._original)
         self._inner = [(path, inner) for path, inner in module.named_modules()]
-        self._modules = [inner for _, inner in self._inner]
+        self.modules = [inner for _, inner in self._inner]
         self._thread = runtime.thread
-        self._parameters = list(module.parameters())
+        self.parameters = list(module.parameters())
         self._tokens: dict[bytes, tuple[Any, ...]] = {}
         self._observed: list[tuple[str, str, Any]] = []
         self._planted: list[tuple[str, str]] = []
@@ -86,19 +83,17 @@ class UnitEntry:
     @property
     def token(self) -> tuple[Any, ...]:
         """Identifies the unit and everything in its state that can change a result's spec."""
-        with torch._C.DisableTorchFunction():  # an outer mode would see each question
-            flags = bytes(map(_requires_grad, self._parameters))
-        flags += bytes(map(_training, self._modules))
+        flags = flags_of(self.parameters, self.modules)
         token = self._tokens.get(flags)
         if token is None:  # equal states have the same object, so that `is` compares them
             token = self._tokens[flags] = ("unit", self.index, int.from_bytes(flags, "big"))
         return token
 
     def token_in(self, known: dict[int, tuple[bool, tuple[Any, ...]]]) -> tuple[Any, ...]:
-        """The token, found once in a step, and again when the unit's training flag changes.
+        """The token, found anew when the unit's training flag changes.
 
         Args:
-            known: training flags and tokens found earlier in the step; the outer mode empties it
+            known: training flags and tokens found earlier (`Tokens`); the outer mode empties it
                 when ``requires_grad_`` is called. A flag that the step writes to an inner module
                 only counts from the next step: until then the home refuses a result of another
                 spec.
@@ -114,11 +109,16 @@ class UnitEntry:
         if run is None or run.in_unit is not None:
             return self._call_directly(args, kwargs, run)
         upcoming = run.upcoming
-        if upcoming.target is self and upcoming.token is self.token_in(run.tokens):
+        is_next = upcoming.target is self and upcoming.token is self.token_in(run.tokens)
+        if is_next and not upcoming.is_here:
             stand_in = upcoming.take(run, args, kwargs)
             if stand_in is not None:
                 return stand_in
         with run.context.outside_outer_mode():
+            if is_next and upcoming.is_here:
+                result = upcoming.take(run, args, kwargs)
+                if result is not None:
+                    return result
             return run.call(self, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -136,7 +136,7 @@ class UnitEntry:
 
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that get gradients."""
-        return [p for p in self._parameters if p.requires_grad]
+        return [p for p in self.parameters if p.requires_grad]
 
     def run(self, args: Any, kwargs: Any, *, observe: bool) -> Any:
         """Runs the unit for real; ``observe`` notes tensors that it leaves in its attributes."""

@@ -105,7 +105,7 @@ def test_two_parts_equal_one(name: str) -> None:
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda _, path=path: finished.append(path))
     loss = split(value).square().sum()
-    later = backward_of_inputs([loss], [torch.ones(())], anchor)
+    later = backward_of_inputs([loss], [torch.ones(())], [anchor])
     assert len(later.products) == num_products
     torch.testing.assert_close(anchor.grad, entered.grad)
     undone = [p for p in split.parameters() if p.requires_grad and p.grad is None]
@@ -130,7 +130,7 @@ def test_gradients_add_up_over_microbatches() -> None:
         whole(x).square().sum().backward()
         anchor, value = _anchored(x)
         loss = split(value).square().sum()
-        parts.append(backward_of_inputs([loss], [torch.ones(())], anchor))
+        parts.append(backward_of_inputs([loss], [torch.ones(())], [anchor]))
     for part in parts:
         part.run()
     for mine, other in zip(split.parameters(), whole.parameters(), strict=True):
@@ -140,7 +140,7 @@ def test_gradients_add_up_over_microbatches() -> None:
 def test_without_anything_to_send_all_is_put_off() -> None:
     net = nn.Linear(6, 6)
     anchor = torch.empty((), requires_grad=True)
-    later = backward_of_inputs([net(torch.ones(2, 6)).sum()], [torch.ones(())], anchor)
+    later = backward_of_inputs([net(torch.ones(2, 6)).sum()], [torch.ones(())], [anchor])
     assert net.weight.grad is None
     later.run()
     assert net.weight.grad is not None
@@ -153,7 +153,7 @@ def test_first_part_computes_no_products() -> None:
     loss = net(value).sum()
     first, second = FlopCounterMode(display=False), FlopCounterMode(display=False)
     with first:
-        later = backward_of_inputs([loss], [torch.ones(())], anchor)
+        later = backward_of_inputs([loss], [torch.ones(())], [anchor])
     with second:
         later.run()
     assert first.get_total_flops() == second.get_total_flops() == 4 * 2 * 16 * 32 * 32

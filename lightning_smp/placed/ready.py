@@ -1,0 +1,136 @@
+"""Calls of a program that have been made ready: what such a call must be given, and when it is.
+
+A call is ready-made where it is the next one of the program and its arguments are those that the
+program expects. All others go the long way (`MicrobatchRun.call`), which looks at everything.
+
+Note [Lanes]
+Arguments are compared object by object. The objects that a microbatch must meet are in its lane: a
+list with a place for each value of the program, for each constant, and for each argument that comes
+from elsewhere (a mask, a cache), which is filled when the object has been looked at once. So most
+arguments are settled by one ``is``. Where that fails, they are compared with the keys that the
+program has of them, and where that says no, the call goes the long way.
+
+A lane outlives its microbatch: the next one that starts uses the same placeholders again, where
+nobody holds them any more. Several microbatches in flight have a lane each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from sys import getrefcount
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_smp.placed.operands import fits
+from lightning_smp.placed.places import ABSENT, is_tensor
+from lightning_smp.placed.tensor import AS_NEW
+from lightning_smp.program import Entry
+
+if TYPE_CHECKING:
+    from lightning_smp.placed.places import Places
+    from lightning_smp.placed.run import MicrobatchRun
+
+__all__ = ["NOTHING", "UNHELD", "ReadyCall"]
+
+_is_grad_enabled = torch.is_grad_enabled
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
+UNHELD = 3
+"""References to a placeholder that a lane, a local variable and the count's own argument hold."""
+
+
+class ReadyCall:
+    """One call of a program.
+
+    Args:
+        entry: the call in the program.
+        position: its ordinal there.
+        target: the unit or function.
+        places: where in a lane its arguments are.
+
+    Attributes:
+        token: for a unit, the token that it must have.
+        following: what comes after it on the route.
+        is_here: whether this rank runs it.
+        tensors: which arguments are tensors.
+        value: ordinal of the first value that it makes.
+        specs: of the tensors that it makes.
+    """
+
+    __slots__ = (
+        "_count", "_filled", "_flags", "_is_plain", "_keys", "_names", "_places", "entry",
+        "following", "position", "specs", "target", "tensors", "token", "value",
+    )  # fmt: skip
+
+    is_here = False
+
+    def __init__(self, entry: Entry, position: int, target: Any, places: Places) -> None:
+        self.token, self._flags, positional, named = entry.key
+        self.target, self.position, self.following = target, position, NOTHING
+        self.entry = entry
+        self._names = tuple(name for name, _ in named[1:])
+        self._keys = (*positional[1:], *(key for _, key in named[1:]))
+        self._count = len(self._keys)
+        self.tensors = [i for i, key in enumerate(self._keys) if is_tensor(key)]
+        arguments = (*range(len(positional) - 1), *self._names)
+        self._places = tuple(map(places.find, arguments, self._keys))
+        self._filled = [(i, p) for i, p in enumerate(self._places) if places.is_filled(p)]
+        self.value = entry.first_value
+        self.specs = [leaf.spec for leaf in entry.outcome.leaves if leaf.same < 0]
+        moves = entry.arrivals or entry.new_segments
+        self._is_plain = not self.is_here and entry.makes_one and not moves
+
+    def take(self, run: MicrobatchRun, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The call's result if all is as expected; None if not (a result is never None)."""
+        if kwargs or self._names:
+            if tuple(kwargs) != self._names:
+                return None
+            args = (*args, *kwargs.values())
+        flags = self._flags
+        if len(args) != self._count or _is_grad_enabled() != flags & 1:
+            return None
+        if (flags > 1 or _is_any_autocast_enabled()) and run.mode_flags() != flags:
+            return None
+        lane = run.lane
+        for place, argument in zip(self._places, args):  # noqa: B905 - of equal length
+            if lane[place] is not argument:
+                if not self._looks_right(run, args):
+                    return None
+                break
+        run.position = self.position + 1
+        run.upcoming = self.following
+        if not self._is_plain:
+            return self._finish(run, args)
+        tensor = lane[self.value]
+        if getrefcount(tensor) == UNHELD and tensor._value.wear == AS_NEW:
+            tensor._value.mark = run.mark
+            if run.region is not None:
+                run.region.append((self.entry, None, tensor))
+            return tensor
+        del tensor  # nor may this hold it
+        return self._finish(run, args)
+
+    def _looks_right(self, run: MicrobatchRun, args: tuple[Any, ...]) -> bool:
+        """Compares the arguments with their keys; remembers those that come from elsewhere."""
+        if not fits(run, args, self._keys):
+            return False
+        for index, place in self._filled:
+            run.lane[place] = args[index]
+        return True
+
+    def _finish(self, run: MicrobatchRun, args: tuple[Any, ...]) -> Any:
+        """What is left to do for the call, whose arguments are as expected."""
+        raise NotImplementedError
+
+
+class _Nothing(ReadyCall):
+    """Stands where no call is ready."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self.target = ABSENT
+
+
+NOTHING: ReadyCall = _Nothing()

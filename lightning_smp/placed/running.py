@@ -1,0 +1,84 @@
+"""Calls that this rank runs, where all that they give is one new tensor.
+
+What such a call does was decided when the program was recorded. So it takes this rank's tensors,
+runs, compares the result with what the others take it to be, and sends it where it is awaited.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_smp.placed.outcome import mismatch
+from lightning_smp.placed.places import has_nested_tensors
+from lightning_smp.placed.random import seed_after
+from lightning_smp.placed.ready import ReadyCall
+from lightning_smp.placed.tensor import PlacedTensor, Value
+from lightning_smp.program import Entry
+
+if TYPE_CHECKING:
+    from lightning_smp.placed.places import Places
+    from lightning_smp.placed.run import MicrobatchRun
+
+__all__ = ["OwnCall"]
+
+_CPU = torch.device("cpu")
+
+
+class OwnCall(ReadyCall):
+    """One call of a program that this rank runs; arguments as of `ReadyCall`."""
+
+    __slots__ = ("_arrivals", "_num_positional", "_placed")
+
+    is_here = True
+
+    def __init__(self, entry: Entry, position: int, target: Any, places: Places) -> None:
+        super().__init__(entry, position, target, places)
+        self._arrivals = [(self.tensors[edge.operand], edge) for edge in entry.arrivals]
+        self._placed = [i for i in self.tensors if self._keys[i][0] == "v"]
+        self._num_positional = self._count - len(self._names)
+
+    @staticmethod
+    def suits(entry: Entry, rank: int) -> bool:
+        """Whether a rank runs a call that gives one new tensor and does nothing else."""
+        return entry.home == rank and entry.makes_one and not has_nested_tensors(entry.key)
+
+    def _finish(self, run: MicrobatchRun, args: tuple[Any, ...]) -> Any:
+        entry, target, rank = self.entry, self.target, run.rank
+        for other in entry.new_segments:
+            run.tracker.current[other] += 1
+            if other == rank:
+                run.enter_segment()
+        for index, edge in self._arrivals:
+            value = args[index]._value
+            run.arrive(value, edge)
+            value.note_copy(rank, edge.target[1])
+        given: Any = [*args]
+        for index in self._placed:
+            given[index] = args[index]._value.local
+        named = {}
+        if self._names:
+            named = dict(zip(self._names, given[self._num_positional :], strict=True))
+            given = given[: self._num_positional]
+        is_unit = self.token is not target
+        seed = seed_after(run.seed_state, target.index, entry.unit_call) if is_unit else None
+        result = run.execute(target, given, named, seed)
+        return self._wrap(run, result, seed)
+
+    def _wrap(self, run: MicrobatchRun, result: Any, seed: int | None) -> PlacedTensor:
+        """The placed tensor of the result, which is sent to those who wait for it."""
+        (spec,) = self.specs
+        problem = "returned no tensor"
+        if isinstance(result, torch.Tensor):
+            problem = mismatch(result, spec)
+        if problem:
+            raise run.unlike_recorded(self.target, problem)
+        value = Value(run.mark, self.value, run.rank, run.tracker.node(run.rank))
+        value.produced = self.position
+        value.local = result
+        for edge in self.entry.departures:
+            run.send(value, edge)
+        if run.region is not None:
+            run.region.append((self.entry, seed, None))
+        return PlacedTensor(spec, run.context.device if spec.on_run_device else _CPU, value)
