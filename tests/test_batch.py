@@ -15,6 +15,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from lightning_smp.batch import batch_digest, batch_size, merge_outputs, split_batch
+from lightning_smp.batch_merge import weighted_mean
 from lightning_smp.errors import ConfigError, UnsupportedError
 
 Pair = namedtuple("Pair", "x y")
@@ -461,3 +462,28 @@ class TestDigest:
             torch.quantize_per_tensor(rows(2), 0.1, 0, torch.qint8),
         ]
         assert batch_digest(batch) == batch_digest(batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("values", "weights", "mean"),
+    [
+        ([1.0, 2.0, 4.0], [1.0, 1.0, 2.0], 2.75),
+        ([0.1, 0.1, 0.1], [3.0, 5.0, 7.0], 0.1),
+        ([1.0, 3.0], [0.0, 0.0], 2.0),
+        ([float("inf"), 1.0], [1.0, 1.0], float("inf")),
+    ],
+)
+def test_weighted_mean_of_numbers_and_of_vectors_agree(dtype, values, weights, mean):
+    numbers = [torch.tensor(value, dtype=dtype) for value in values]
+    one = weighted_mean(numbers, weights)
+    assert one.dtype is dtype
+    torch.testing.assert_close(one, torch.tensor(mean, dtype=dtype))
+    several = weighted_mean([number.expand(2) for number in numbers], weights)
+    torch.testing.assert_close(several, one.expand(2))
+
+
+def test_weighted_mean_keeps_the_graph():
+    values = [torch.tensor(value, requires_grad=True) for value in (1.0, 5.0)]
+    weighted_mean(values, [1.0, 3.0]).backward()
+    assert [value.grad.item() for value in values] == [0.25, 0.75]
