@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_smp.engine.messages import forward_messages
 from lightning_smp.program import (
     Edge,
     Entry,
@@ -93,7 +94,7 @@ def test_way_back_starts_a_segment_and_a_skip_does_not() -> None:
     assert tracker.current == [1, 0, 0, 0]
 
 
-def test_departures_are_messages_in_order() -> None:
+def test_departures_are_in_order_and_messages_where_there_are_elements() -> None:
     empty = TensorSpec((0, 3), (3, 1), torch.float32, True, True)
     edges = [
         edge(0, (0, 0), (1, 0), produced=1),
@@ -104,7 +105,10 @@ def test_departures_are_messages_in_order() -> None:
     ]
     program = Program(entries=[entry(), entry()], edges=edges)
     program.seal()
-    assert [[e.index for e in call.departures] for call in program.entries] == [[4], [0, 2]]
+    assert [[e.index for e in call.departures] for call in program.entries] == [[4], [0, 2, 3]]
+    messages = forward_messages(program)
+    assert [e.index for e in messages[0, 0]] == [0, 2]
+    assert [e.index for e in messages[1, 0]] == [4]
 
 
 def test_gradients_are_followed_through_all_ranks() -> None:

@@ -86,7 +86,7 @@ class Backwards:
         if edge.is_message:
             return self.channels.take(edge.target[0], ("g", run.index, edge.index))
         if edge.source[0] != edge.target[0]:
-            return None  # no elements
+            return empty_message(edge, self.runtime.device)  # no elements, so nothing is sent
         return run.segments[edge.target[1]].gradients.pop(edge.index, None)
 
     def _backward_in_order(self, run: MicrobatchRun, *, retain_graph: bool = False) -> None:

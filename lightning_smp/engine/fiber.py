@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Cancelled", "Fiber", "FiberPool"]
+__all__ = ["Cancelled", "Fiber", "FiberPool", "ThreadModes"]
 
 
 class Cancelled(BaseException):
@@ -22,19 +22,25 @@ class Cancelled(BaseException):
 class Fiber:
     """A call that can suspend itself; `resume` gives it control until it suspends or ends.
 
-    Raw locks pass control in about 7 microseconds. Grad mode, autocast and inference mode are
-    per thread and start as they were where the fiber was made.
+    Raw locks pass control in about 7 microseconds.
+
+    Args:
+        pool: gives the thread.
+        function: the call.
+        modes: what the call starts with. A fiber is also made inside of the user's ``with`` blocks,
+            which are not meant for it, so that it cannot take them from where it is made.
     """
 
-    def __init__(self, pool: FiberPool, function: Callable[[], Any]) -> None:
+    def __init__(
+        self, pool: FiberPool, function: Callable[[], Any], modes: ThreadModes
+    ) -> None:  # fmt: skip
         self._pool = pool
         self._function = function
         self._mine = _thread.allocate_lock()
         self._theirs = _thread.allocate_lock()
         self._mine.acquire()
         self._theirs.acquire()
-        self._context = contextvars.copy_context()
-        self._modes = _ThreadModes()
+        self._modes = modes
         self._cancelled = False
         self._started = False
         self.done = False
@@ -73,7 +79,7 @@ class Fiber:
         """Called by the pool's thread."""
         try:
             with self._modes.applied():
-                self.result = self._context.run(self._function)
+                self.result = self._modes.context.copy().run(self._function)
         except BaseException as error:
             self._error = error
         finally:
@@ -121,10 +127,14 @@ class _Worker:
             self._idle.append(self)
 
 
-class _ThreadModes:
-    """Grad mode, inference mode, autocast and the current device of the making thread."""
+class ThreadModes:
+    """What a thread has of its own: grad mode, inference mode, autocast, the device, the context.
+
+    They are taken from the thread that makes this object.
+    """
 
     def __init__(self) -> None:
+        self.context = contextvars.copy_context()
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -134,6 +144,7 @@ class _ThreadModes:
         ]  # fmt: skip
 
     def applied(self) -> AbstractContextManager[Any]:
+        """Gives this thread all but the context, until the end of the block."""
         if self._cuda is not None:
             torch.cuda.set_device(self._cuda)
         if self._grad and not self._inference and not self._autocast:

@@ -36,7 +36,8 @@ def forward_messages(program: Program) -> dict[SegmentNode, list[Edge]]:
             current[rank] = current.get(rank, 0) + 1
         for edge in entry.departures:
             rank = edge.source[0]
-            found.setdefault((rank, current.get(rank, 0)), []).append(edge)
+            if edge.is_message:
+                found.setdefault((rank, current.get(rank, 0)), []).append(edge)
     return found
 
 

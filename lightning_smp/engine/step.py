@@ -12,6 +12,7 @@ forwards of all microbatches need is what a pipeline is there to avoid.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 
 from lightning_smp.engine.backward import Backwards, empty_message
 from lightning_smp.engine.control import Agreement
-from lightning_smp.engine.fiber import Fiber
+from lightning_smp.engine.fiber import Fiber, ThreadModes
 from lightning_smp.engine.posting import Receive
 from lightning_smp.errors import CommunicationError
 from lightning_smp.placed.outer import OuterMode
@@ -48,6 +49,7 @@ class Step(Backwards):
         count = len(plan.bodies)
         self.programs: list[Program] = []
         self.finished = [False] * count
+        self.modes = ThreadModes()
         self.fibers: dict[int, Fiber] = {}
         self.sent: dict[int, set[int]] = {}
         self.deviations: dict[int, tuple[int, str]] = {}
@@ -89,6 +91,7 @@ class Step(Backwards):
         """Ends forwards that will not be resumed, and frees what the step kept."""
         for fiber in self.fibers.values():
             fiber.cancel()
+        self.fibers.clear()
         for run in self.runs:
             run.close()
         self.context.close()
@@ -273,7 +276,8 @@ class Step(Backwards):
     def _resume(self, m: int) -> None:
         fiber = self.fibers.get(m)
         if fiber is None:
-            fiber = self.fibers[m] = Fiber(self.engine._pool, lambda: self._call_body(m))
+            body = partial(self._call_body, m)
+            fiber = self.fibers[m] = Fiber(self.engine._pool, body, self.modes)
         self.swap.enter(m)
         try:
             fiber.resume()
@@ -305,7 +309,8 @@ class Step(Backwards):
         if fiber is not None:
             fiber.suspend()
             return
-        rest = Fiber(self.engine._pool, self.loop)  # this thread keeps the microbatch's frames
+        # This thread keeps the microbatch's frames.
+        rest = Fiber(self.engine._pool, self.loop, self.modes)
         rest.resume()
         assert rest.done
 

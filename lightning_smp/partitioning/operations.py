@@ -121,10 +121,16 @@ def _product(
 
 
 def _is_aligned(tensor: Tensor) -> bool:
-    """Whether each row of a matrix begins at a multiple of 16 bytes."""
+    """Whether each row of a matrix begins at a multiple of 16 bytes when it is multiplied.
+
+    What has elements neither in rows nor in columns (it was expanded) is copied into rows first.
+    """
     if tensor.dim() != 2:
         return True
-    return max(tensor.stride()) % _ALIGNED_ELEMENTS == 0 or min(tensor.shape) == 1
+    step, (rows, columns) = max(tensor.stride()), tensor.shape
+    if min(tensor.stride()) != 1 or step < min(rows, columns):
+        step = columns
+    return step % _ALIGNED_ELEMENTS == 0 or min(rows, columns) == 1
 
 
 def _moved_bytes(packet: Any, operands: list[Tensor], results: list[Tensor]) -> float:

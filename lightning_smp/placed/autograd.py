@@ -41,15 +41,17 @@ class Segment:
     """What entered and left one segment of one microbatch on this rank.
 
     Attributes:
+        carried: value -> where its gradient must be put in, if it has gone on into a later segment.
         entered: edge -> the leaf that its value entered by.
         left: edge -> where its gradient must be put in.
         gradients: edge -> gradient of a value that entered, after the backward.
         roots: where the backward starts, with its gradients: losses that were made here.
     """
 
-    __slots__ = ("entered", "gradients", "left", "roots")
+    __slots__ = ("carried", "entered", "gradients", "left", "roots")
 
     def __init__(self) -> None:
+        self.carried: dict[int, GradientEdge] = {}
         self.entered: dict[int, torch.Tensor] = {}
         self.left: dict[int, GradientEdge] = {}
         self.gradients: dict[int, torch.Tensor] = {}
@@ -77,6 +79,11 @@ class Segment:
         """Notes that a value leaves; it may be freed afterwards."""
         if tensor.requires_grad:
             self.left[edge] = get_gradient_edge(tensor)
+
+    def carry(self, edge: int, tensor: torch.Tensor, value: int) -> None:
+        """Notes that a value goes on into a later segment of this rank."""
+        if tensor.requires_grad:
+            self.left[edge] = self.carried[value] = get_gradient_edge(tensor)
 
     def add_root(self, loss: torch.Tensor, gradient: torch.Tensor) -> None:
         """Notes a loss that was made here; what is done to it afterwards does not matter."""
@@ -126,7 +133,7 @@ class Segment:
                 self.gradients[edge] = gradient.clone() if is_shared else gradient
                 leaf.grad = None
         if not retain_graph:
-            self.entered = {}
+            self.entered, self.carried = {}, {}
 
 
 _UNSHARED = 2

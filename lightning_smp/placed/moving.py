@@ -132,7 +132,12 @@ class Moving(RunState):
         """Sends this rank's tensor along an edge that begins here."""
         tensor = _one_tensor(value)
         if edge.spec.requires_grad:
-            self.segments[edge.source[1]].leave(edge.index, tensor)
+            segment = self.segments[edge.source[1]]
+            earlier = segment.carried.get(value.index)
+            if earlier is None:
+                segment.leave(edge.index, tensor)
+            else:  # the tensor is a leaf of a later segment by now
+                segment.left[edge.index] = earlier
         self.sent.add(edge.index)
         if edge.is_message:
             copy = not self.following or edge.index in self.program.copied_edges
@@ -143,7 +148,7 @@ class Moving(RunState):
         is_carried = edge.source[0] == edge.target[0]
         if is_carried:
             tensor = _one_tensor(value)
-            self.segments[edge.source[1]].leave(edge.index, tensor)
+            self.segments[edge.source[1]].carry(edge.index, tensor, value.index)
             payload = tensor.detach()
         else:
             payload = self.context.receive(self, edge)

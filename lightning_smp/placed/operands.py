@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, MutableMapping, Sequence
+from numbers import Integral
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -161,6 +162,8 @@ def _fits_other(run: MicrobatchRun, kind: type, obj: Any, key: Any) -> bool:
         return bool(key == "f")
     if isinstance(obj, torch.Tensor):
         return _fits_plain(run, obj, key)
+    if type(key) is int:
+        return isinstance(obj, Integral) and int(obj) == key
     if type(key) is not tuple or not key:
         return False
     if kind is tuple or kind is list:
@@ -203,6 +206,8 @@ def _scan_nested(operands: Operands, obj: Any, count_masks: bool) -> Any:
         return ("device", obj.type)  # every rank has a device of its own
     if isinstance(obj, _PLAIN):
         return obj
+    if isinstance(obj, Integral):
+        return int(obj)  # NumPy's: a size as good as Python's own
     if kind is slice:
         return ("slice", *_scan_items(operands, (obj.start, obj.stop, obj.step), count_masks))
     if isinstance(obj, dict):
@@ -254,7 +259,7 @@ def _scan_other(operands: Operands, obj: Any, count_masks: bool) -> Any:
 
 def _has_parts(obj: Any) -> bool:
     """Whether an object of none of Python's own types is known by more than its identity."""
-    if isinstance(obj, (MutableMapping, dict, tuple, *_PLAIN)):
+    if isinstance(obj, (MutableMapping, dict, tuple, Integral, *_PLAIN)):
         return True
     return _is_dataclass(obj) or _is_function(obj)
 

@@ -36,8 +36,17 @@ __all__ = ["NOTHING", "UNHELD", "ReadyCall"]
 _is_grad_enabled = torch.is_grad_enabled
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
-UNHELD = 3
-"""References to a placeholder that a lane, a local variable and the count's own argument hold."""
+
+def _count_unheld(lane: list[Any]) -> int:
+    tensor = lane[0]
+    return getrefcount(tensor)
+
+
+UNHELD = _count_unheld([object()])
+"""References to a placeholder that only a lane and a local variable hold.
+
+It depends on Python's release whether the argument of the count is one of them.
+"""
 
 
 class ReadyCall:

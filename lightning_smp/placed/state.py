@@ -38,7 +38,8 @@ class AttributeSwap:
     """Gives each suspended microbatch back the attributes that it has written.
 
     What a microbatch has not written before it was suspended it finds as the others left it, so
-    that a counter goes on counting.
+    that a counter goes on counting. What an earlier microbatch gets back is not seen by those that
+    begin meanwhile: they find what the latest microbatch wrote.
 
     Args:
         names: (module, attribute) pairs.
@@ -53,6 +54,7 @@ class AttributeSwap:
         ]
         self._own: dict[int, dict[str, Any]] = {}
         self._found: dict[str, Any] = {}
+        self._latest: dict[str, tuple[int, Any]] = {}
 
     def enter(self, microbatch: int) -> None:
         """The microbatch begins or goes on."""
@@ -72,11 +74,18 @@ class AttributeSwap:
         own = self._own.setdefault(microbatch, {})
         for path, module, name in self._places:
             held = module.__dict__.get(name, _MISSING)
+            latest, seen = self._latest.get(path, (-1, _MISSING))
             if held is self._found[path] or held is _MISSING:
+                if path in own and latest > microbatch:
+                    setattr(module, name, seen)
                 continue
             if path in own and isinstance(held, (int, float)):
                 raise UnsupportedError(
                     f"the step changes the number `{path}` several times, and other microbatches "
                     "run in between. Change it once in a step, or set microbatches=1."
                 )
+            if path in own and latest > microbatch:
+                setattr(module, name, seen)
+            else:
+                self._latest[path] = (max(latest, microbatch), held)
             own[path] = held

@@ -1,6 +1,6 @@
 """Joins the two parts of a split backward again where that costs no time."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 from lightning_smp.schedule.actions import Action, Schedule
 from lightning_smp.schedule.graph import SegmentGraph
@@ -11,20 +11,18 @@ __all__ = ["fuse_parts"]
 _SAME = 1e-9  # relative
 
 
-def fuse_parts(
-    graphs: Sequence[SegmentGraph], schedule: Schedule, *, forward_done: Set[int] = frozenset()
-) -> Schedule:
+def fuse_parts(graphs: Sequence[SegmentGraph], schedule: Schedule) -> Schedule:
     """Replace I and the W that follows it at once by B: one run of autograd instead of two.
 
     The gradients of the inputs are then sent later, so all pairs are joined if the step stays as
     short, else those whose I no other segment waits for.
     """
-    before = simulate(graphs, schedule, forward_done=forward_done).makespan
+    before = simulate(graphs, schedule).makespan
     for only_unawaited in (False, True):
         fused = _fused(graphs, schedule, only_unawaited=only_unawaited)
         if fused == schedule or only_unawaited:
             return fused
-        after = simulate(graphs, fused, forward_done=forward_done).makespan
+        after = simulate(graphs, fused).makespan
         if after <= before * (1.0 + _SAME):
             return fused
     return schedule

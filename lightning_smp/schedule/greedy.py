@@ -4,9 +4,8 @@ Note "No deadlock". A microbatch *opens* on a rank with its first forward there,
 with its first forward anywhere; it closes after its last action there or anywhere. Limits hold back
 openings only, never an action of an open microbatch, and openings happen in ascending order, on
 each rank and in the step. So the lowest unfinished microbatch is never held back for good: those
-above it that are not open cannot take its place, and those that were open before it (their forward
-was executed earlier) only have backwards left, which no limit holds back. Hence every call ends
-with all actions ordered, for every graph and every limit of at least one.
+above it cannot take its place. Hence every call ends with all actions ordered, for every graph and
+every limit of at least one.
 """
 
 from collections.abc import Sequence
@@ -177,22 +176,18 @@ class _Gate:
         self.left = [0] * work.num_microbatches
         self.left_on = [[0] * work.num_microbatches for _ in range(work.num_ranks)]
         self.openings: list[list[int]] = [[] for _ in range(work.num_ranks)]
-        has_forward = [False] * work.num_microbatches
         for name in work.todo:
             rank, microbatch = work.ranks[name], work.actions[name].microbatch
-            opened = self.left_on[rank][microbatch] > 0 or name % KINDS != FORWARD
-            if not opened:
+            if not self.left_on[rank][microbatch]:
                 self.openings[rank].append(name)
-                has_forward[microbatch] = True
             self.left[microbatch] += 1
             self.left_on[rank][microbatch] += 1
         self.opening_names = {name for names in self.openings for name in names}
         self.opened_on = [0] * work.num_ranks
-        self.to_open = [m for m, is_new in enumerate(has_forward) if is_new]
+        self.to_open = [m for m, left in enumerate(self.left) if left]
         self.num_opened = 0
-        done = [m for m, is_new in enumerate(has_forward) if not is_new]
-        self.num_active = sum(1 for m in done if self.left[m])
-        self.num_active_on = [sum(1 for m in done if left[m]) for left in self.left_on]
+        self.num_active = 0
+        self.num_active_on = [0] * work.num_ranks
 
     def is_opening(self, name: int) -> bool:
         """Tell whether the forward is the first of its microbatch on its rank."""

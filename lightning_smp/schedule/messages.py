@@ -48,7 +48,7 @@ def list_channels(
 
     Args:
         graphs: One graph per microbatch.
-        schedule: A schedule that ``validate`` accepts. Forwards executed before it send nothing.
+        schedule: A schedule that ``validate`` accepts.
 
     Returns:
         ``{(sender, receiver): channel}``, in ascending order of the pairs.

@@ -115,9 +115,9 @@ class _RankMerge:
         self.backwards = deque(backwards)
         self.with_backward = {name - BACKWARD for name in backwards}
         self.to_run = set(forwards)
-        self.alive = self.with_backward - self.to_run
+        self.alive: set[int] = set()
         self.left = Counter(self.microbatches.values())
-        self.open = {self.microbatches[name + BACKWARD] for name in self.alive}
+        self.open: set[int] = set()
 
     def can_forward(self, active: int) -> bool:
         """Tell whether the next forward belongs to an open microbatch or may open one."""

@@ -6,7 +6,7 @@ the same simulation. Everything is deterministic: equal input gives an equal sch
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -30,7 +30,7 @@ from lightning_smp.schedule.shape import (
     with_known_costs,
 )
 from lightning_smp.schedule.simulate import peaks, play
-from lightning_smp.schedule.work import FORWARD, KINDS, Work, build_work, every_split
+from lightning_smp.schedule.work import Work, build_work, every_split
 
 __all__ = ["PipelineKind", "make_schedule"]
 
@@ -47,7 +47,6 @@ def make_schedule(
     *,
     active_microbatches: int | None = None,
     memory_limit: float | None = None,
-    forward_done: Set[int] = frozenset(),
     forward_only: bool = False,
 ) -> Schedule:
     """Order the forwards and backwards of a step on every rank.
@@ -61,8 +60,8 @@ def make_schedule(
     alive wins.
 
     On each rank, microbatches begin in ascending order; at most ``active_microbatches`` are begun
-    and not finished there, counting those of ``forward_done``. Where no cost is known (all are
-    zero), a backward counts as two forwards, half of it for the parameters.
+    and not finished there. Where no cost is known (all are zero), a backward counts as two
+    forwards, half of it for the parameters.
 
     Args:
         graphs: One segment graph per microbatch. Must be equal on all ranks, costs included.
@@ -72,8 +71,6 @@ def make_schedule(
             under the textbook order of virtual stages or of ``zero_bubble``.
         memory_limit: Most memory that the segments alive on a rank may keep, in the unit of
             :attr:`Segment.memory`; None for any.
-        forward_done: Microbatches whose forward was already executed on all ranks: only their
-            backwards are scheduled.
         forward_only: Whether to leave out all backwards.
 
     Raises:
@@ -82,16 +79,13 @@ def make_schedule(
     """
     _check_request(pipeline, active_microbatches, memory_limit)
     graphs = with_known_costs(graphs)
-    done = forward_done
-    work = build_work(graphs, forward_done=done, forward_only=forward_only)
+    work = build_work(graphs, forward_only=forward_only)
     split = every_split(graphs) if pipeline in ("zero_bubble", "auto") and not forward_only else ()
-    parts = build_work(graphs, forward_done=done, split=frozenset(split)) if split else work
+    parts = build_work(graphs, split=frozenset(split)) if split else work
     choice = _Choice(work, parts, graphs, active_microbatches, memory_limit)
     best = choice.make(pipeline).candidate
     schedule = best.work.decode(best.orders, name=best.name)
-    if best.work is work:
-        return schedule
-    return fuse_parts(graphs, schedule, forward_done=forward_done)
+    return schedule if best.work is work else fuse_parts(graphs, schedule)
 
 
 def _check_request(pipeline: str, active: int | None, memory_limit: float | None) -> None:
@@ -231,9 +225,8 @@ class _Choice:
 def _most_open(work: Work, order: Sequence[int]) -> int:
     """Count the most microbatches at once that were begun and are not finished."""
     left = Counter(work.actions[name].microbatch for name in order)
-    to_run = {work.actions[name].microbatch for name in order if name % KINDS == FORWARD}
-    is_open = set(left) - to_run
-    most = len(is_open)
+    is_open: set[int] = set()
+    most = 0
     for name in order:
         microbatch = work.actions[name].microbatch
         is_open.add(microbatch)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from lightning_smp.schedule.graph import SegmentGraph
-from lightning_smp.schedule.work import BACKWARD, FORWARD, KINDS, WEIGHT, Work
+from lightning_smp.schedule.work import BACKWARD, KINDS, WEIGHT, Work
 
 __all__ = [
     "depth_limits",
@@ -162,17 +162,16 @@ def saturation_limits(graph: SegmentGraph) -> list[int]:
 def shortest_step(work: Work, graphs: Sequence[SegmentGraph]) -> float:
     """Return a time that no order can beat: a rank's wait, all its work, and what must follow it.
 
-    Waits are known for loops only and where nothing was executed before. Nothing need follow where
-    backwards are split: the last action on a rank may be one that no other waits for.
+    Waits are known for loops only. Nothing need follow where backwards are split: the last action
+    on a rank may be one that no other waits for.
     """
     load = [0.0] * work.num_ranks
     kinds = [0] * KINDS
     for name in work.todo:
         load[work.ranks[name]] += work.costs[name]
         kinds[name % KINDS] += 1
-    segments = [segment for graph in graphs for segment in graph.segments]
-    num_backwards = sum(segment.has_backward for segment in segments)
-    if not loops(graphs) or kinds[FORWARD] < len(segments) or kinds[BACKWARD] < num_backwards:
+    num_backwards = sum(segment.has_backward for graph in graphs for segment in graph.segments)
+    if not loops(graphs) or kinds[BACKWARD] < num_backwards:
         return max(load)
     waits, tails = [math.inf] * work.num_ranks, [math.inf] * work.num_ranks
     for graph in {id(graph): graph for graph in graphs}.values():

@@ -1,6 +1,6 @@
 """Plays a schedule on imaginary ranks: when each action runs, what idles, what stays alive."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_smp.errors import ScheduleError
@@ -69,24 +69,18 @@ class Run:
         return all(done == len(order) for done, order in zip(self.reached, orders, strict=True))
 
 
-def simulate(
-    graphs: Sequence[SegmentGraph],
-    schedule: Schedule,
-    *,
-    forward_done: Set[int] = frozenset(),
-) -> Timeline:
+def simulate(graphs: Sequence[SegmentGraph], schedule: Schedule) -> Timeline:
     """Play the schedule: each rank executes its list in order, as early as its inputs allow.
 
     Args:
         graphs: One graph per microbatch.
         schedule: The order of each rank; it may leave actions out (``validate`` may not).
-        forward_done: Microbatches whose forward was executed before time 0.
 
     Raises:
         ScheduleError: If an action is unknown, doubled or on the wrong rank, or if the ranks
             deadlock; the message names the blocked action of each rank.
     """
-    work = build_work(graphs, forward_done=forward_done, split=split_by(schedule))
+    work = build_work(graphs, split=split_by(schedule))
     orders = work.encode(schedule)
     run = play(work, orders)
     if not run.is_complete(orders):
@@ -135,8 +129,7 @@ def play(work: Work, orders: Sequence[Sequence[int]]) -> Run:
 def peaks(work: Work, orders: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Count, for each rank's order, the most segments alive at once and the most memory they keep.
 
-    Only segments whose backward is in the order are alive at all; those whose forward is not in it
-    were executed before and are alive from the beginning.
+    Only segments whose backward is in the order are alive at all.
     """
     found = [_rank_peaks(work, order) for order in orders]
     return tuple(live for live, _ in found), tuple(memory for _, memory in found)
@@ -144,10 +137,7 @@ def peaks(work: Work, orders: Sequence[Sequence[int]]) -> tuple[tuple[int, ...],
 
 def _rank_peaks(work: Work, order: Sequence[int]) -> tuple[int, float]:
     ends = {name // KINDS: name for name in order if work.is_last_use(name)}
-    to_run = {name // KINDS for name in order if name % KINDS == FORWARD}
-    alive = [name for segment, name in ends.items() if segment not in to_run]
-    live, memory = len(alive), sum(work.memory[name] for name in alive)
-    most, largest = live, memory
+    live, memory = most, largest = 0, 0.0
     for name in order:
         segment = name // KINDS
         if segment not in ends:

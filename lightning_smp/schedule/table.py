@@ -1,6 +1,6 @@
 """Schedules in files: a table that people can edit and share, checked before it is used."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_smp.errors import ScheduleError
@@ -60,38 +60,24 @@ def fit_schedule(
     *,
     active_microbatches: int | None = None,
     memory_limit: float | None = None,
-    forward_done: Set[int] = frozenset(),
 ) -> Schedule:
     """Cut a table to a step and check it.
 
-    A step may have fewer microbatches than the table, and forwards that were executed before:
-    what the table says of them is left out, which keeps a valid order valid.
+    A step may have fewer microbatches than the table: what the table says of the others is left
+    out, which keeps a valid order valid.
 
     Args:
         schedule: The whole table.
         graphs: One graph per microbatch.
         active_microbatches: As for ``validate``.
         memory_limit: As for ``validate``.
-        forward_done: Microbatches whose forward was already executed on all ranks.
 
     Raises:
         ScheduleError: As ``validate``.
     """
     rows = tuple(
-        tuple(
-            action
-            for action in row
-            if action.microbatch < len(graphs)
-            and not (action.kind == "F" and action.microbatch in forward_done)
-        )
-        for row in schedule.ranks
+        tuple(action for action in row if action.microbatch < len(graphs)) for row in schedule.ranks
     )
     fitted = Schedule(rows, name=schedule.name)
-    validate(
-        graphs,
-        fitted,
-        active_microbatches=active_microbatches,
-        memory_limit=memory_limit,
-        forward_done=forward_done,
-    )
+    validate(graphs, fitted, active_microbatches=active_microbatches, memory_limit=memory_limit)
     return fitted

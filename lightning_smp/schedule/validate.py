@@ -1,7 +1,7 @@
 """Proves that a schedule is fit to be executed, or says what is wrong with it and where."""
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 from lightning_smp.errors import ScheduleError
 from lightning_smp.schedule.actions import Schedule, format_grid
@@ -21,14 +21,13 @@ def validate(
     *,
     active_microbatches: int | None = None,
     memory_limit: float | None = None,
-    forward_done: Set[int] = frozenset(),
     forward_only: bool = False,
 ) -> None:
     """Check that the schedule executes the whole step, once, in an order that cannot get stuck.
 
     The limit on active microbatches is checked on each rank: a microbatch is active there from its
-    first to its last action (from the beginning if in ``forward_done``), and none may begin while
-    the limit is reached. This follows from the order alone, so it holds whatever the real times.
+    first to its last action, and none may begin while the limit is reached. This follows from the
+    order alone, so it holds whatever the real times.
 
     Args:
         graphs: One graph per microbatch.
@@ -36,7 +35,6 @@ def validate(
         active_microbatches: The limit; None leaves it unchecked.
         memory_limit: Most memory that the segments alive on a rank may keep, in the unit of
             :attr:`Segment.memory`; None leaves it unchecked.
-        forward_done: Microbatches whose forward was already executed on all ranks.
         forward_only: Whether the step has no backwards.
 
     Raises:
@@ -44,13 +42,11 @@ def validate(
             what it needs, the ranks deadlock, or a limit is exceeded. The message shows the
             schedule and points at the step.
     """
-    work = build_work(
-        graphs, forward_done=forward_done, forward_only=forward_only, split=split_by(schedule)
-    )
+    work = build_work(graphs, forward_only=forward_only, split=split_by(schedule))
     orders = work.encode(schedule)
     _check_complete(work, schedule, orders)
     _check_order(work, schedule, orders)
-    simulate(graphs, schedule, forward_done=forward_done)
+    simulate(graphs, schedule)
     if active_microbatches is not None:
         for rank, order in enumerate(orders):
             _check_active(work, schedule, rank, order, active_microbatches)
@@ -91,8 +87,7 @@ def _check_active(
     work: Work, schedule: Schedule, rank: int, order: Sequence[int], limit: int
 ) -> None:
     left = Counter(work.actions[name].microbatch for name in order)
-    to_run = {work.actions[name].microbatch for name in order if name % KINDS == FORWARD}
-    active = set(left) - to_run
+    active: set[int] = set()
     for step, name in enumerate(order):
         microbatch = work.actions[name].microbatch
         if microbatch not in active and len(active) >= limit:
@@ -110,8 +105,7 @@ def _check_memory(
     work: Work, schedule: Schedule, rank: int, order: Sequence[int], limit: float
 ) -> None:
     ends = {name // KINDS for name in order if work.is_last_use(name)}
-    to_run = {name // KINDS for name in order if name % KINDS == FORWARD}
-    memory = sum(work.memory[KINDS * segment] for segment in ends - to_run)
+    memory = 0.0
     for step, name in enumerate(order):
         if name % KINDS == FORWARD and name // KINDS in ends:
             memory += work.memory[name]

@@ -12,7 +12,7 @@ Rules of waiting, the only place that states them:
 * a transfer between ranks takes the edge's cost, in either direction.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from lightning_smp.errors import ScheduleError
@@ -54,7 +54,7 @@ class Work:
         ranks: The rank that executes it.
         costs: Its duration.
         memory: What its segment's forward keeps alive.
-        needs: What it waits for; forwards that were already executed are left out.
+        needs: What it waits for.
         todo: Names to execute, ascending.
     """
 
@@ -69,7 +69,7 @@ class Work:
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches, executed forwards included."""
+        """Number of microbatches."""
         return len(self.offsets)
 
     def is_last_use(self, name: int) -> bool:
@@ -124,8 +124,6 @@ class Work:
         num_segments = (ends[action.microbatch + 1] - first) // KINDS
         if action.segment >= num_segments:
             return f"microbatch {action.microbatch} has {num_segments} segments"
-        if action.kind == "F":
-            return f"the forward of microbatch {action.microbatch} was already executed; drop it"
         split = self.actions[first + KINDS * action.segment + BACKWARD].kind == "I"
         if split and action.kind == "B":
             return "its two parts, I and W, are listed too; drop either"
@@ -155,7 +153,6 @@ def split_by(schedule: Schedule) -> frozenset[tuple[int, int]]:
 def build_work(
     graphs: Sequence[SegmentGraph],
     *,
-    forward_done: Set[int] = frozenset(),
     forward_only: bool = False,
     split: Set[tuple[int, int]] = frozenset(),
 ) -> Work:
@@ -163,15 +160,13 @@ def build_work(
 
     Args:
         graphs: One graph per microbatch; the same object may be repeated.
-        forward_done: Microbatches whose forward was already executed on all ranks.
         forward_only: Whether to leave out all backwards.
         split: (microbatch, segment) of the backwards that are done in two parts.
 
     Raises:
-        ScheduleError: If there is no microbatch, graphs differ in their number of ranks, or
-            ``forward_done`` names a microbatch that does not exist.
+        ScheduleError: If there is no microbatch, or graphs differ in their number of ranks.
     """
-    _check_request(graphs, forward_done)
+    _check_request(graphs)
     templates = {id(graph): _template(graph) for graph in graphs}
     offsets: list[int] = []
     actions: list[Action] = []
@@ -180,7 +175,6 @@ def build_work(
     todo: list[int] = []
     for microbatch, graph in enumerate(graphs):
         first = len(actions)
-        done = microbatch in forward_done
         offsets.append(first)
         for index, segment in enumerate(graph.segments):
             name = first + KINDS * index
@@ -188,13 +182,11 @@ def build_work(
             actions += _actions(microbatch, index, is_split=is_split)
             weight = segment.weight_cost if is_split else 0.0
             costs += (segment.forward_cost, segment.backward_cost - weight, weight)
-            if not done:
-                todo.append(name + FORWARD)
+            todo.append(name + FORWARD)
             if segment.has_backward and not forward_only:
                 todo += (name + BACKWARD, name + WEIGHT) if is_split else (name + BACKWARD,)
         for local_needs in templates[id(graph)]:
-            pending = [need for need in local_needs if need[0] % KINDS or not done]
-            needs.append(tuple([(first + need, delay) for need, delay in pending]))
+            needs.append(tuple([(first + need, delay) for need, delay in local_needs]))
     segments = [segment for graph in graphs for segment in graph.segments]
     return Work(
         num_ranks=graphs[0].num_ranks,
@@ -216,19 +208,13 @@ def _actions(microbatch: int, segment: int, *, is_split: bool) -> tuple[Action, 
     )
 
 
-def _check_request(graphs: Sequence[SegmentGraph], forward_done: Iterable[int]) -> None:
+def _check_request(graphs: Sequence[SegmentGraph]) -> None:
     if not graphs:
         raise ScheduleError("No segment graph was given; a step has at least one microbatch.")
     sizes = sorted({graph.num_ranks for graph in graphs})
     if len(sizes) > 1:
         raise ScheduleError(
             f"The microbatches' graphs have {sizes} ranks; all must have the same num_ranks."
-        )
-    unknown = sorted(m for m in forward_done if not 0 <= m < len(graphs))
-    if unknown:
-        raise ScheduleError(
-            f"forward_done names microbatches {unknown}, but there are {len(graphs)} "
-            f"(0 to {len(graphs) - 1})."
         )
 
 

@@ -1,4 +1,4 @@
-"""Forwards that stop in the middle: one at a time, in its maker's modes, none lost."""
+"""Forwards that stop in the middle: one at a time, in the modes of the step, none lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_smp.engine.fiber import Fiber, FiberPool
+from lightning_smp.engine.fiber import Fiber, FiberPool, ThreadModes
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_fibers_take_turns(pool: FiberPool) -> None:
         return name.upper()
 
     for name in "ab":
-        fibers[name] = Fiber(pool, lambda name=name: work(name))
+        fibers[name] = Fiber(pool, lambda name=name: work(name), ThreadModes())
     assert seen == []
     for _ in range(4):
         for fiber in fibers.values():
@@ -43,7 +43,7 @@ def test_error_reaches_who_resumes(pool: FiberPool) -> None:
     def fail() -> None:
         raise KeyError("inside")
 
-    fiber = Fiber(pool, fail)
+    fiber = Fiber(pool, fail, ThreadModes())
     with pytest.raises(KeyError, match="inside"):
         fiber.resume()
     assert fiber.done
@@ -59,7 +59,7 @@ def test_cancelling_runs_the_cleanup(pool: FiberPool) -> None:
         finally:
             seen.append("cleaned")
 
-    fiber = Fiber(pool, work)
+    fiber = Fiber(pool, work, ThreadModes())
     fiber.resume()
     fiber.cancel()
     fiber.cancel()
@@ -69,13 +69,13 @@ def test_cancelling_runs_the_cleanup(pool: FiberPool) -> None:
 
 def test_cancelling_before_the_start_runs_nothing(pool: FiberPool) -> None:
     seen: list[int] = []
-    fiber = Fiber(pool, lambda: seen.append(1))
+    fiber = Fiber(pool, lambda: seen.append(1), ThreadModes())
     fiber.cancel()
     assert fiber.done
     assert seen == []
 
 
-def test_modes_are_those_of_the_maker(pool: FiberPool) -> None:
+def test_modes_are_those_that_are_given(pool: FiberPool) -> None:
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable")
     variable.set("mine")
 
@@ -83,18 +83,20 @@ def test_modes_are_those_of_the_maker(pool: FiberPool) -> None:
         return (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"),
                 torch.get_autocast_dtype("cpu"), variable.get())  # fmt: skip
 
+    outside = ThreadModes()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        fiber = Fiber(pool, modes)
-    fiber.resume()
-    assert fiber.result == (False, True, torch.bfloat16, "mine")
-    again = Fiber(pool, modes)
-    again.resume()
-    assert again.result[:2] == (True, False)
+        variable.set("the block's")
+        fibers = [Fiber(pool, modes, given) for given in (ThreadModes(), outside, outside)]
+    for fiber in fibers:
+        fiber.resume()
+    assert fibers[0].result == (False, True, torch.bfloat16, "the block's")
+    assert fibers[1].result[:2] == (True, False)
+    assert fibers[1].result[3] == fibers[2].result[3] == "mine"
 
 
 def test_inference_mode_is_kept(pool: FiberPool) -> None:
     with torch.inference_mode():
-        fiber = Fiber(pool, torch.is_inference_mode_enabled)
+        fiber = Fiber(pool, torch.is_inference_mode_enabled, ThreadModes())
         fiber.resume()
     assert fiber.result is True
 
@@ -102,7 +104,7 @@ def test_inference_mode_is_kept(pool: FiberPool) -> None:
 def test_threads_are_reused(pool: FiberPool) -> None:
     threads = []
     for _ in range(5):
-        fiber = Fiber(pool, threading.get_ident)
+        fiber = Fiber(pool, threading.get_ident, ThreadModes())
         fiber.resume()
         while not pool._idle:  # the thread returns a moment after it handed over control
             pass

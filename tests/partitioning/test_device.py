@@ -104,6 +104,11 @@ def test_rows_that_begin_anywhere_make_slow_products() -> None:
     assert kind(half, torch.zeros(8, 25, dtype=_BF16)) == "unaligned"
     assert kind(half, torch.zeros(25, 8, dtype=_BF16).t()) == "unaligned"  # so is what it writes
     assert kind(half.float(), torch.zeros(8, 25)) == "product"
+    expanded = torch.zeros(16, 1, dtype=_BF16).expand(16, 8)  # is copied first
+    assert kind(expanded, torch.zeros(8, 24, dtype=_BF16)) == "product"
+    assert kind(torch.zeros(16, 12, dtype=_BF16)[:, :8], torch.zeros(8, 24, dtype=_BF16)) == (
+        "unaligned"
+    )
 
 
 def test_losses_read_one_logarithm_of_a_row() -> None:

@@ -29,6 +29,14 @@ def repeated(model: nn.Module, x: Tensor, number: int) -> Tensor:
     return model.d(model.c(h)).square().mean()
 
 
+def sent_after_return(model: Any, x: Tensor, number: int) -> Tensor:
+    """A value goes on into a later segment of its rank, and only then to the other rank."""
+    h = torch.tanh(model.a(x))
+    kept = h * 2
+    back = model.b(model.c(h)) * kept
+    return (model.d(kept) + back).square().mean()
+
+
 def two_losses(model: nn.Module, x: Tensor, number: int) -> dict[str, Tensor]:
     h = model.b(model.a(x))
     out = model.d(model.c(h))
@@ -73,6 +81,7 @@ TWO = {
     "U shape": Case(make=Chain, stages=U_SHAPE, step=u_shape),
     "U shape, forth and back": Case(make=Chain, stages=ALTERNATING, step=u_shape),
     "repeated units": Case(make=Chain, stages=ALTERNATING, step=repeated),
+    "sent after return": Case(make=Chain, stages=HALVES, step=sent_after_return),
     "tied head": Case(make=Tied, stages={"emb": 0, "a": 0, "b": 1}, step=tied_head),
     "two losses": Case(make=Chain, stages=HALVES, step=two_losses),
     "early loss": Case(make=Chain, stages=HALVES, step=early_loss),

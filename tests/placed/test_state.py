@@ -51,6 +51,18 @@ def test_counter_goes_on_counting() -> None:
     assert model.count == 4
 
 
+def test_counter_goes_on_where_the_latest_microbatch_left_it() -> None:
+    model = Model()
+    swap = AttributeSwap([("", "count")], model)
+    for microbatch in (0, 1, 0, 2, 1, 2):
+        begins = microbatch not in swap._own
+        swap.enter(microbatch)
+        model.count += begins
+        assert model.count == microbatch + 1
+        swap.leave(microbatch)
+    assert model.count == 3
+
+
 def test_number_written_around_a_suspension_is_refused() -> None:
     model = Model()
     swap = AttributeSwap([("", "count")], model)

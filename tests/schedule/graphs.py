@@ -64,9 +64,8 @@ def any_graph(draw: st.DrawFn, num_ranks: int) -> SegmentGraph:
 
 
 @st.composite
-def any_step(draw: st.DrawFn) -> tuple[list[SegmentGraph], frozenset[int]]:
-    """The graphs of some microbatches, and the microbatches whose forward is done."""
+def any_step(draw: st.DrawFn) -> list[SegmentGraph]:
+    """The graphs of some microbatches."""
     num_ranks = draw(st.integers(1, 4))
     kinds = draw(st.lists(any_graph(num_ranks), min_size=1, max_size=3))
-    graphs = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=6))
-    return graphs, frozenset(draw(st.sets(st.integers(0, len(graphs) - 1), max_size=2)))
+    return draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=6))

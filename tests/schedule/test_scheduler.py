@@ -71,15 +71,6 @@ def test_virtual_stages_divide_the_bubble(p, v):
     assert simulate(graphs, schedule).makespan <= 3.0 * (m * v + p - 1) * (1 + 1e-9)
 
 
-def test_first_step_continues_from_an_executed_forward():
-    """With microbatch 0's forward done everywhere, the rest is 1F1B without those forwards."""
-    p, m = 4, 8
-    schedule = make_schedule([line(range(p))] * m, "interleaved", forward_done={0})
-    validate([line(range(p))] * m, schedule, forward_done={0}, active_microbatches=p + 2)
-    assert list(map(str, schedule.ranks[-1][:4])) == ["B0.3", "F1.3", "B1.3", "F2.3"]
-    assert Action("F", 0, 0) not in schedule.ranks[0]
-
-
 def test_transfers_are_hidden_by_more_warm_up():
     graphs = [line(range(4), transfer=1.0)] * 16
     strict = Schedule(textbook_1f1b(4, 16))
@@ -131,20 +122,19 @@ def test_microbatch_that_skips_the_first_rank_waits_for_its_turn():
     st.one_of(st.none(), st.integers(1, 7)),
     st.booleans(),
 )
-def test_any_step_gets_a_valid_schedule(step, pipeline, active, forward_only):
-    graphs, done = step
-    options = {"forward_done": done, "forward_only": forward_only}
-    schedule = make_schedule(graphs, pipeline, active_microbatches=active, **options)
+def test_any_step_gets_a_valid_schedule(graphs, pipeline, active, forward_only):
+    options = {"active_microbatches": active, "forward_only": forward_only}
+    schedule = make_schedule(graphs, pipeline, **options)
     ranks = graphs[0].num_ranks
     spare = max(ranks, 2) if loops(graphs) > 1 else 2
     limit = active if active is not None else ranks + spare
     limit = None if pipeline == "simple" else limit
-    validate(graphs, schedule, active_microbatches=limit, **options)
+    validate(graphs, schedule, active_microbatches=limit, forward_only=forward_only)
     assert Schedule.from_text(schedule.to_text()) == schedule
     assert_begins_in_order(schedule)
-    assert_messages_are_complete(graphs, schedule, **options)
+    assert_messages_are_complete(graphs, schedule, forward_only=forward_only)
     copies = [SegmentGraph(g.num_ranks, g.segments, g.edges) for g in graphs]
-    assert make_schedule(copies, pipeline, active_microbatches=active, **options) == schedule
+    assert make_schedule(copies, pipeline, **options) == schedule
     if pipeline == "simple":
         for row in schedule.ranks:
             assert [a.kind for a in row] == sorted((a.kind for a in row), reverse=True)
@@ -156,12 +146,11 @@ def assert_begins_in_order(schedule):
         assert begun == sorted(begun)
 
 
-def assert_messages_are_complete(graphs, schedule, *, forward_done, forward_only):
+def assert_messages_are_complete(graphs, schedule, *, forward_only):
     expected = 0
-    for microbatch, graph in enumerate(graphs):
+    for graph in graphs:
         messages = [edge for edge in graph.edges if graph.is_message(edge)]
-        expected += len(messages) * (microbatch not in forward_done)
-        expected += sum(edge.has_gradient for edge in messages) * (not forward_only)
+        expected += len(messages) + sum(edge.has_gradient for edge in messages) * (not forward_only)
     channels = list_channels(graphs, schedule).values()
     assert sum(len(channel.messages) for channel in channels) == expected
     assert all(1 <= channel.depth <= len(channel.messages) for channel in channels)
@@ -172,7 +161,6 @@ def assert_messages_are_complete(graphs, schedule, *, forward_done, forward_only
     [
         ({"pipeline": "1f1b"}, "choose 'simple', 'interleaved', 'zero_bubble' or 'auto'"),
         ({"pipeline": "interleaved", "active_microbatches": 0}, "at least one microbatch"),
-        ({"pipeline": "simple", "forward_done": {4}}, r"forward_done names microbatches \[4\]"),
     ],
 )
 def test_bad_request(options, message):

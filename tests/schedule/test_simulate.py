@@ -42,14 +42,6 @@ def test_u_shape_by_hand():
     assert timeline.peak_live == (2, 1)
 
 
-def test_executed_forwards_are_alive_from_the_beginning():
-    schedule = Schedule.from_text("schedule x\nrank 0: F1.0 B0.0 B1.0\nrank 1: B0.1 F1.1 B1.1")
-    timeline = simulate([line([0, 1])] * 2, schedule, forward_done={0})
-    assert times(timeline)[1][0] == ("B0.1", 0.0, 2.0)
-    assert timeline.peak_live == (2, 1)
-    assert timeline.makespan == 7.0
-
-
 def test_nothing_is_alive_where_no_backward_follows():
     schedule = Schedule.from_text("schedule x\nrank 0: F0.0 F1.0\nrank 1: F0.1 F1.1")
     timeline = simulate([line([0, 1])] * 2, schedule)
@@ -93,14 +85,13 @@ def test_waiting_for_what_nobody_executes():
             "step 0 of rank 0, F7.0, is not part of the work: there are 2 mic",
         ),
         ("rank 0: F0.2\nrank 1:", "microbatch 0 has 2 segments"),
-        ("rank 0: F1.0\nrank 1:", "the forward of microbatch 1 was already executed"),
         ("rank 0:\nrank 1: F0.1 F0.0", "step 1 of rank 1, F0.0, belongs to rank 0"),
         ("rank 0: F0.0 F0.0\nrank 1:", "step 1 of rank 0, F0.0, is listed a second time"),
     ],
 )
 def test_misplaced_action(rows, message):
     with pytest.raises(ScheduleError) as error:
-        simulate([line([0, 1])] * 2, Schedule.from_text(f"schedule x\n{rows}"), forward_done={1})
+        simulate([line([0, 1])] * 2, Schedule.from_text(f"schedule x\n{rows}"))
     assert message in str(error.value)
 
 
@@ -111,13 +102,12 @@ def test_backward_of_a_frozen_segment():
 
 
 @pytest.mark.parametrize(
-    ("graphs", "done", "message"),
+    ("graphs", "message"),
     [
-        ([], set(), "at least one microbatch"),
-        ([line([0]), line([0, 1])], set(), r"\[1, 2\] ranks"),
-        ([line([0])], {1}, r"forward_done names microbatches \[1\]"),
+        ([], "at least one microbatch"),
+        ([line([0]), line([0, 1])], r"\[1, 2\] ranks"),
     ],
 )
-def test_request_that_makes_no_sense(graphs, done, message):
+def test_request_that_makes_no_sense(graphs, message):
     with pytest.raises(ScheduleError, match=message):
-        simulate(graphs, Schedule(((),)), forward_done=done)
+        simulate(graphs, Schedule(((),)))

@@ -4,7 +4,6 @@ import pytest
 
 from lightning_smp.errors import ScheduleError
 from lightning_smp.schedule import (
-    Action,
     Edge,
     Schedule,
     Segment,
@@ -131,10 +130,3 @@ def test_active_microbatches_count_until_the_second_part():
 def test_weight_cost_is_a_part_of_the_backward():
     with pytest.raises(ScheduleError, match="cannot exceed it"):
         SegmentGraph(1, (Segment(0, 1.0, 2.0, True, 3.0),), ())
-
-
-def test_executed_forwards_leave_a_split_rest():
-    graphs = step(4, 6)
-    schedule = make_schedule(graphs, "zero_bubble", forward_done={0, 1})
-    validate(graphs, schedule, forward_done={0, 1})
-    assert Action("F", 0, 0) not in schedule.ranks[0]

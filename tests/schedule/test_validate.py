@@ -54,12 +54,6 @@ def test_limit_of_active_microbatches():
     assert message.splitlines()[2].index("^") == message.splitlines()[1].index("F1.0")
 
 
-def test_executed_forwards_count_as_active():
-    text = "schedule x\nrank 0: F1.0 B0.0 B1.0\nrank 1: B0.1 F1.1 B1.1"
-    validate(GRAPHS, Schedule.from_text(text), forward_done={0}, active_microbatches=2)
-    assert "limit 1" in refusal(text, forward_done={0}, active_microbatches=1)
-
-
 def test_forward_only():
     text = "schedule x\nrank 0: F0.0 F1.0\nrank 1: F0.1 F1.1"
     validate(GRAPHS, Schedule.from_text(text), forward_only=True, active_microbatches=1)
