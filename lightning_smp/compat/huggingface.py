@@ -179,6 +179,7 @@ def _padded(tensor: Tensor, dim: int, pad_index: int, pad_first: bool) -> Tensor
 
 def _norms_over_stages() -> AbstractContextManager[Any]:
     model = state.model
-    if model is None or not state.initialized or state.groups.pp_size == 1:
+    if model is None or not state.initialized:
         return nullcontext()
-    return global_clip(model.deployment.ownership, state.groups.pp)
+    deployment = model.deployment
+    return global_clip(lambda: deployment.ownership, deployment.norm_group)

@@ -144,8 +144,7 @@ class Deployment:
 
     def local_parameters(self) -> list[nn.Parameter]:
         """The parameters that are real on this rank, in the module's order."""
-        ownership = self.ownership
-        return [p for p in ownership.parameters() if ownership.is_local(p)]
+        return self.ownership.local_parameters()
 
     # ---- the first step -----------------------------------------------------------------------
 

@@ -49,20 +49,24 @@ class Fiber:
 
     def resume(self) -> None:
         """Runs the fiber until it suspends or ends; raises what it raised."""
+        dtype = torch.get_default_dtype()  # of the process, and a block in the fiber may change it
         if self._started:
             self._mine.release()
         else:
             self._started = True
             self._pool.start(self)
         self._theirs.acquire()
+        _set_default_dtype(dtype)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def suspend(self) -> None:
         """Called inside the fiber: gives control back to who resumed it."""
+        dtype = torch.get_default_dtype()
         self._theirs.release()
         self._mine.acquire()
+        _set_default_dtype(dtype)
         if self._cancelled:
             raise Cancelled
 
@@ -128,13 +132,15 @@ class _Worker:
 
 
 class ThreadModes:
-    """What a thread has of its own: grad mode, inference mode, autocast, the device, the context.
+    """What a call has of its own: grad mode, inference mode, autocast, the device, the context.
 
-    They are taken from the thread that makes this object.
+    So is torch's default dtype, though the process has only one, which `Fiber` exchanges. They are
+    taken from the thread that makes this object.
     """
 
     def __init__(self) -> None:
         self.context = contextvars.copy_context()
+        self._dtype = torch.get_default_dtype()
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -145,6 +151,7 @@ class ThreadModes:
 
     def applied(self) -> AbstractContextManager[Any]:
         """Gives this thread all but the context, until the end of the block."""
+        _set_default_dtype(self._dtype)
         if self._cuda is not None:
             torch.cuda.set_device(self._cuda)
         if self._grad and not self._inference and not self._autocast:
@@ -156,3 +163,8 @@ class ThreadModes:
         for device, dtype in self._autocast:
             stack.enter_context(torch.autocast(device, dtype=dtype))
         return stack
+
+
+def _set_default_dtype(dtype: torch.dtype) -> None:
+    if torch.get_default_dtype() is not dtype:
+        torch.set_default_dtype(dtype)

@@ -3,7 +3,7 @@
 Note: deviations. A microbatch that leaves its program stops there, and its remaining part of the
 schedule is played with empty messages, so that every promise between ranks is kept and nothing
 hangs. At the end of the schedule the ranks compare where each of them deviated. If all agree, the
-microbatches go on call by call, in descending order; if not, all ranks raise the same error.
+microbatches go on call by call, in their order; if not, all ranks raise the same error.
 
 Note: memory. A recorded microbatch runs its backward right after its forward: to keep what the
 forwards of all microbatches need is what a pipeline is there to avoid.
@@ -51,6 +51,7 @@ class Step(Backwards):
         self.finished = [False] * count
         self.modes = ThreadModes()
         self.fibers: dict[int, Fiber] = {}
+        self.host: Fiber | None = None
         self.sent: dict[int, set[int]] = {}
         self.deviations: dict[int, tuple[int, str]] = {}
         self.row: Sequence[Action] = ()
@@ -92,6 +93,7 @@ class Step(Backwards):
         for fiber in self.fibers.values():
             fiber.cancel()
         self.fibers.clear()
+        self.host = None
         for run in self.runs:
             run.close()
         self.context.close()
@@ -206,9 +208,7 @@ class Step(Backwards):
 
     def _finish_deviated(self) -> None:
         """Forwards that left their programs go on call by call, then their backwards."""
-        for m in sorted(self.deviations, reverse=True):
-            if not self.finished[m]:
-                self._resume(m)
+        self._go_on_before(len(self.runs))
         left = sorted(self.deviations)
         self.train |= any(self.runs[m].losses for m in left)
         self._resolve(left)
@@ -251,8 +251,8 @@ class Step(Backwards):
 
     def _record(self, m: int) -> None:
         self.engine.position = f"forward of microbatch {m}"
-        watch = AttributeWatch(self.runtime.outer_modules.items())
         run = self.runs[m]
+        run.watch = watch = AttributeWatch(self.runtime.outer_modules.items())
         self._call_body(m)
         self.train |= bool(run.losses)
         self._resolve([m])
@@ -268,10 +268,14 @@ class Step(Backwards):
         if m in self.deviations:
             self._send_empty(action)
             return
-        if self.programs[m].visits[self.rank] == 1:
-            self._call_body(m)
-        else:
+        if self.programs[m].visits[self.rank] > 1:
             self._resume(m)
+            return
+        self.swap.enter(m)
+        try:
+            self._call_body(m)
+        finally:
+            self.swap.leave(m)
 
     def _resume(self, m: int) -> None:
         fiber = self.fibers.get(m)
@@ -309,10 +313,22 @@ class Step(Backwards):
         if fiber is not None:
             fiber.suspend()
             return
-        # This thread keeps the microbatch's frames.
-        rest = Fiber(self.engine._pool, self.loop, self.modes)
-        rest.resume()
-        assert rest.done
+        # This thread keeps the microbatch's frames, and the schedule goes on in another one.
+        self.swap.leave(m)
+        host, self.host = self.host, Fiber(self.engine._pool, self.loop, self.modes)
+        self.host.resume()
+        if host is None:
+            self._go_on_before(m)
+            self.swap.enter(m)
+        else:  # microbatches that left their programs earlier go on first
+            self.fibers[m] = host
+            host.suspend()
+
+    def _go_on_before(self, end: int) -> None:
+        """Microbatches below ``end`` that left their programs go on call by call, in order."""
+        for m in sorted(self.deviations):
+            if m < end and not self.finished[m]:
+                self._resume(m)
 
     def _send_empty(self, action: Action, skip: frozenset[int] | set[int] = frozenset()) -> None:
         """Keeps a deviated microbatch's promises of one action with messages without meaning."""

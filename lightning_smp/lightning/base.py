@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_smp.deploy.reducing import KeptReducer
 from lightning_smp.errors import ConfigError
 from lightning_smp.weights.ownership import Ownership
 
@@ -71,7 +72,10 @@ class StrategyState:
         self._block_sync = False
         self._weighted: bool | None = None
         self._gradient: KnownGradient | None = None
+        self._reducer = KeptReducer()
+        self._is_summed = True  # whether the gradients there are those of all replicas
         self._steps_evaluated = 0
+        self._norm_places: list[tuple[ModuleType, str]] = []
 
     @property
     def groups(self) -> Groups:

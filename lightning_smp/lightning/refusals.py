@@ -24,7 +24,11 @@ def check_trainer(
     trainer: Any, module: Any, config: SMPConfig, optimizers: list[Any] | None = None
 ) -> None:
     """Raises UnsupportedError for a callback or optimizer that needs the whole model."""
-    split = config.pipeline_parallel_degree > 1
+    degrees = {
+        key: degree
+        for key in ("pipeline_parallel_degree", "tensor_parallel_degree")
+        if (degree := getattr(config, key)) > 1
+    }
     if getattr(trainer, "_val_check_time_interval", None) is not None and trainer.world_size > 1:
         raise UnsupportedError(
             f"a val_check_interval of {trainer._val_check_time_interval} s with "
@@ -36,20 +40,20 @@ def check_trainer(
             f"rebalance_after_steps={config.rebalance_after_steps} with manual optimization, whose "
             "steps follow no program that could be measured. Use rebalance_after_steps=0."
         )
-    for callback in trainer.callbacks if split else ():
+    for callback in trainer.callbacks if degrees else ():
         for kind in type(callback).__mro__:
             reason = _CALLBACKS.get(kind.__name__)
             if reason:
                 raise UnsupportedError(
                     f"the callback {type(callback).__name__} cannot work with "
-                    f"pipeline_parallel_degree={config.pipeline_parallel_degree}: {reason}, but no "
-                    "rank holds the whole model. Remove it, or apply it to a checkpoint after the "
-                    "run."
+                    f"{' and '.join(f'{key}={degree}' for key, degree in degrees.items())}: "
+                    f"{reason}, but no rank holds the whole model. Remove it, or apply it to a "
+                    "checkpoint after the run."
                 )
     for optimizer in optimizers or ():
-        if isinstance(optimizer, torch.optim.LBFGS) and (split or config.microbatches > 1):
+        if isinstance(optimizer, torch.optim.LBFGS) and (degrees or config.microbatches > 1):
             raise UnsupportedError(
                 "the optimizer LBFGS runs the step several times for one update and needs dot "
                 "products over the whole model. Use another optimizer, or "
-                "pipeline_parallel_degree=1 and microbatches=1."
+                "pipeline_parallel_degree=1, tensor_parallel_degree=1 and microbatches=1."
             )

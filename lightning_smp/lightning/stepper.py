@@ -62,7 +62,7 @@ class Stepper:
         allow_uneven: bool,
         seed: tuple[int, ...],
         backward: bool,
-        loss_scale: float = 1.0,
+        loss_scale: Callable[[float], float | torch.Tensor] = lambda _: 1.0,
         around_backward: Callable[[Callable[[], None]], None] | None = None,
         on_final: Callable[[list[nn.Parameter], float], None] | None = None,
     ) -> StepOutput:
@@ -75,7 +75,7 @@ class Stepper:
             allow_uneven: whether the parts may differ in size.
             seed: integers that the units' random streams start with.
             backward: whether to run the backward of the loss.
-            loss_scale: factor of every gradient.
+            loss_scale: factor of every gradient, for a batch of the given number of samples.
             around_backward: for steps that call backward themselves: runs such a backward.
             on_final: called with parameters whose gradients are final, and the batch's samples.
         """
@@ -88,7 +88,7 @@ class Stepper:
             def wanted(results: list[Any]) -> list[torch.Tensor]:
                 return [*iter_tensors(results), *buffer.values()]
 
-            seeds = _Seeds(loss_scale)
+            seeds = _Seeds(loss_scale(float(total)) if backward else 1.0)
 
             def loss_seed(m: int, result: Any) -> torch.Tensor | None:
                 loss = loss_of(result)
@@ -163,7 +163,7 @@ class _Seeds:
         scale: factor of every gradient.
     """
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float | torch.Tensor) -> None:
         self._scale = scale
         self._known: dict[Any, torch.Tensor] = {}
 
@@ -182,12 +182,20 @@ class _Seeds:
         if isinstance(share, PlacedTensor):
             share = _local_weight(share)
         if isinstance(share, torch.Tensor):
-            return (share.to(loss.dtype) * self._scale).expand_as(loss).contiguous()
+            return self._times_scale(share, loss)
         key = (share, loss.shape, loss.dtype)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = torch.full_like(loss, float(share) * self._scale)
+            found = self._known[key] = self._times_scale(float(share), loss)
         return found
+
+    def _times_scale(self, share: float | torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        wide = torch.promote_types(loss.dtype, torch.float32)
+        factors = [f.to(wide) if isinstance(f, torch.Tensor) else f for f in (share, self._scale)]
+        product = factors[0] * factors[1]
+        if not isinstance(product, torch.Tensor):
+            return torch.full_like(loss, product)
+        return product.to(loss).expand_as(loss).contiguous()
 
 
 def _local_weight(weight: PlacedTensor) -> torch.Tensor:

@@ -17,7 +17,15 @@ from lightning_smp.deploy.running import no_inference_mode
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.lightning.batch_broadcast import broadcast_batch
 from lightning_smp.lightning.data import prepare_dataloader
-from lightning_smp.lightning.handoff import GradientStash, KnownGradient, hand_off
+from lightning_smp.lightning.foresight import Foresight, foresee
+from lightning_smp.lightning.handoff import (
+    ExpectedGradient,
+    GradientStash,
+    GradientSum,
+    KnownGradient,
+    StepGradients,
+    hand_off,
+)
 from lightning_smp.lightning.saving import Saving
 from lightning_smp.lightning.stepper import StepOutput, Stepper
 from lightning_smp.lightning.timelines import log_timeline
@@ -51,33 +59,81 @@ class Steps(Saving):
         seed = (*self._seed(0), loop.total_batch_idx)
         if not self.lightning_module.automatic_optimization:
             return self._manual_step(args, seed)
-        accumulate = self._trainer.accumulate_grad_batches
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        expected = (1.0 if scaler is None else scaler.get_scale()) / accumulate
-        stash = GradientStash(self.deployment.local_parameters())
-        reducer = self._early_reducer(accumulate)
+        foresight = foresee(self._trainer, self._pl)
+        expected = self._expected_gradient(foresight)
+        gradients = self._step_gradients(foresight)
+        reducer = self._early_reducer()
+        is_mean = self._weighted is False
         try:
             with self._timeline(), self._unit_times():
                 output = self._stepper("training_step").run(
                     "training_step", args, microbatches=self.config.microbatches,
                     allow_uneven=not self.config.drop_last, seed=seed,
-                    backward=not self._trainer.fit_loop._skip_backward, loss_scale=expected,
+                    backward=not self._trainer.fit_loop._skip_backward,
+                    loss_scale=self._loss_scale(expected, weighs=is_mean and reducer is None),
                     on_final=None if reducer is None else reducer.ready,
                 )  # fmt: skip
             if reducer is not None:
                 with state.calls.collective("the reduction of gradients", "dp"):
                     reducer.finish(output.weight)
         except BaseException:
-            stash.restore()
+            gradients.restore()
             raise
-        stash.close()
+        gradients.close()
         if output.loss is None:
             if self.groups.world_size == 1:
                 return output.result
             # Lightning refuses None in several processes, where one of them alone might give it.
             # A loss without gradients does the same: nothing is updated.
             output = replace(output, loss=torch.zeros((), device=self.root_device))
-        return self._with_hand_off(output, stash, expected, reduced=reducer is not None)
+        else:
+            self._weighted = output.weighted
+        return self._with_hand_off(
+            output, gradients, expected, is_mean=is_mean, reduced=reducer is not None
+        )
+
+    def _expected_gradient(self, foresight: Foresight) -> ExpectedGradient:
+        """What the gradient of the returned loss will be, if it is left alone."""
+        share = 1.0 / self._trainer.accumulate_grad_batches
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is None:
+            return ExpectedGradient(share)
+        one = torch.ones((), dtype=torch.float64, device=self.root_device)
+        return ExpectedGradient(share, scaler.scale(one), is_sure=foresight.is_undisturbed)
+
+    def _step_gradients(self, foresight: Foresight) -> StepGradients:
+        """Where this step's gradients are until Lightning's backward."""
+        if foresight.zeroes:
+            self.optimizers[0].zero_grad()  # now, so that there are never two sets
+            self._is_summed = True
+        elif foresight.adds and self._weighted is False:
+            self._make_partial()
+            return GradientSum()  # no factor becomes known after the step only
+        return GradientStash(self.deployment.local_parameters())
+
+    def _loss_scale(
+        self, expected: ExpectedGradient, *, weighs: bool
+    ) -> Callable[[float], float | torch.Tensor]:
+        """What the step's gradients are multiplied by, given the number of the batch's samples.
+
+        Args:
+            expected: what it is on one device.
+            weighs: whether the share of this replica's samples is in it.
+        """
+
+        def scale(samples: float) -> float | torch.Tensor:
+            agreement = self._agreement(samples) if weighs else None
+            return expected.seed if agreement is None else expected.seed * agreement.share()
+
+        return scale
+
+    def _agreement(self, weight: float) -> WeightAgreement | None:
+        """Tells the replicas what each of them weighs; None if there is one. Collective over dp."""
+        sharing = self.deployment.sharing
+        assert sharing is not None
+        if sharing.dp_group is None:
+            return None
+        return WeightAgreement(weight, sharing.dp_group, len(sharing.dp_ranks), self.root_device)
 
     @contextmanager
     def _timeline(self) -> Iterator[None]:
@@ -97,46 +153,54 @@ class Steps(Saving):
         """Measures the units in the step inside, if they are to be rebalanced."""
         return nullcontext() if self._rebalancer is None else self._rebalancer.measuring()
 
-    def _early_reducer(self, accumulate: int) -> EarlyReducer | None:
+    def _early_reducer(self) -> EarlyReducer | None:
         """Reduces gradients while the rest of the backward runs, where that is possible.
 
         Not while batches accumulate, since only their sum is reduced, and not where steps return a
         ``loss_weight`` (which the first step tells), since gradients are then weighted by sums that
         are known at the end.
         """
-        if accumulate > 1 or self._weighted is not False:
+        accumulates = self._trainer.accumulate_grad_batches > 1 or not self._is_summed
+        if accumulates or self._weighted is not False:
             return None
-        reducer = self.deployment.reducer()
+        reducer = self._reducer.of(self.deployment)
         return EarlyReducer(reducer) if reducer.communicates else None
 
     def _with_hand_off(
-        self, output: StepOutput, stash: GradientStash, expected: float, *, reduced: bool
-    ) -> Any:
-        """The step's result with a loss whose backward installs the step's gradients."""
+        self, output: StepOutput, gradients: StepGradients, expected: ExpectedGradient, *,
+        is_mean: bool, reduced: bool,
+    ) -> Any:  # fmt: skip
+        """The step's result with a loss whose backward installs the step's gradients.
+
+        Args:
+            output: of the step.
+            gradients: of the step.
+            expected: what the step was run with.
+            is_mean: whether it was run as one that returns no ``loss_weight``.
+            reduced: whether its gradients are summed over the replicas.
+        """
         assert output.loss is not None
         factor = output.scale
-        if output.weighted and reduced:
+        is_fixed = self.groups.dp_size > 1 or reduced or isinstance(gradients, GradientSum)
+        if output.weighted and is_mean and is_fixed:
             raise UnsupportedError(
                 "training_step returned `loss_weight` in this step but not in the first one. "
                 "Return it in every step, or never."
             )
-        self._weighted = output.weighted
-        sharing = self.deployment.sharing
-        assert sharing is not None
-        if sharing.dp_group is not None and not reduced:
-            agreement = WeightAgreement(
-                output.weight, sharing.dp_group, len(sharing.dp_ranks), self.root_device
-            )
+        agreement = None if is_mean else self._agreement(output.weight)
+        if agreement is not None:
             # Weighted gradients are sums until now; this rank's may hold those of others in its
             # tensor group, also where its own weight is 0.
             factor = 1.0 / agreement.total() if output.weighted else agreement.share()
 
         def install(gradient: torch.Tensor) -> None:
             known = None if self._gradient is None else self._gradient.of(loss)
-            given = float(gradient) if known is None else known
-            stash.install(factor * given / expected)
-            if not self._block_sync and not reduced:
+            if not reduced:
+                self._make_partial()
+            gradients.install(factor * expected.times(gradient, known))
+            if not reduced and not self._block_sync:
                 self._reduce_gradients()
+                self._is_summed = True
 
         loss = hand_off(output.loss, install)
         if isinstance(output.result, Mapping):
@@ -148,7 +212,6 @@ class Steps(Saving):
         plugin, module = self.precision_plugin, self.lightning_module
         is_plain = (
             module.automatic_optimization
-            and getattr(plugin, "scaler", None) is None
             and type(plugin).__module__.startswith(self._pl.__name__)
             and type(module).backward is self._pl.LightningModule.backward
             and isinstance(closure_loss, torch.Tensor)
@@ -174,26 +237,35 @@ class Steps(Saving):
 
     def _around_backward(self, backward: Callable[[], None]) -> None:
         """Reduces what a backward of a manual step adds to the gradients."""
+        if not self._reducer.of(self.deployment).communicates:
+            backward()
+            return
         stash = GradientStash(self.deployment.local_parameters())
         try:
             backward()
-            if self.groups.dp_size > 1:
-                for parameter in self.deployment.local_parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.div_(self.groups.dp_size)
-            self._reduce_gradients()
+            self._reduce_gradients(1.0 / self.groups.dp_size)
         except BaseException:
             stash.restore()
             raise
         stash.close()
         stash.install(1.0)
 
-    def _reduce_gradients(self) -> None:
-        """Sums the gradients of replicas and mirrored parameters. Collective over the world."""
-        reducer = self.deployment.reducer()
+    def _make_partial(self) -> None:
+        """Gradients that stay from before are not counted again by the next sum of replicas."""
+        if self._is_summed:
+            self._reducer.of(self.deployment).divide_reduced()
+            self._is_summed = False
+
+    def _reduce_gradients(self, share: float = 1.0) -> None:
+        """Sums the gradients of replicas and mirrored parameters. Collective over the world.
+
+        Args:
+            share: what they are multiplied by.
+        """
+        reducer = self._reducer.of(self.deployment)
         if reducer.communicates:
             with state.calls.collective("the reduction of gradients", "dp"):
-                reducer.start(None)
+                reducer.start(None, share=share)
                 reducer.finish()
 
     @contextmanager
@@ -215,7 +287,10 @@ class Steps(Saving):
         run = None if runtime is None else runtime.active_run()
         outside = nullcontext() if run is None else run.context.outside_outer_mode()
         axis = state.replica_axis
-        clips = global_clip(self.ownership, group, lambda what: state.calls.collective(what, axis))
+        clips = global_clip(
+            lambda: self.ownership, group, lambda what: state.calls.collective(what, axis),
+            self._norm_places,
+        )  # fmt: skip
         with clips, outside:
             result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
         if self._rebalancer is not None and self._rebalancer.is_due:

@@ -24,7 +24,8 @@ from lightning_smp.lightning.refusals import check_trainer
 from lightning_smp.lightning.steps import Steps
 from lightning_smp.placed.metrics import find_metrics
 from lightning_smp.process_state import state
-from lightning_smp.weights.clip import clip_grad_norm
+from lightning_smp.weights.clip import clip_grad_norm, places_of
+from lightning_smp.weights.elementwise import check_split_updates
 
 __all__ = ["StrategyCore", "make_strategy_class"]
 
@@ -169,9 +170,13 @@ class StrategyCore(Steps):
             self.model_to_device()
             self.deployment.sync_replicas()
         if fitting:
+            self._weighted = None  # the first step of each fit tells
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             check_trainer(trainer, self.lightning_module, self.config, self.optimizers)
+            split = self.ownership.tensor.by_parameter
+            check_split_updates(self.optimizers, split, self.ownership.name_of)
+            self._norm_places = places_of(self._import("utilities.grads").grad_norm)
         self.setup_precision_plugin()
         for metric in find_metrics(self.lightning_module):
             # The ranks that hold the same batch hold equal states.
@@ -192,6 +197,7 @@ class StrategyCore(Steps):
         state = None if mark is None else mark.strategy
         if state is self:
             return
+        self._is_summed = True  # another module has no gradients yet
         assert self._backend is not None
         self._deployment = Deployment(
             module, self.config, self.groups, self.root_device, self._backend

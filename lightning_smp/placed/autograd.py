@@ -78,12 +78,12 @@ class Segment:
     def leave(self, edge: int, tensor: torch.Tensor) -> None:
         """Notes that a value leaves; it may be freed afterwards."""
         if tensor.requires_grad:
-            self.left[edge] = get_gradient_edge(tensor)
+            self.left[edge] = _gradient_edge(tensor)
 
     def carry(self, edge: int, tensor: torch.Tensor, value: int) -> None:
         """Notes that a value goes on into a later segment of this rank."""
         if tensor.requires_grad:
-            self.left[edge] = self.carried[value] = get_gradient_edge(tensor)
+            self.left[edge] = self.carried[value] = _gradient_edge(tensor)
 
     def add_root(self, loss: torch.Tensor, gradient: torch.Tensor) -> None:
         """Notes a loss that was made here; what is done to it afterwards does not matter."""
@@ -134,6 +134,13 @@ class Segment:
                 leaf.grad = None
         if not retain_graph:
             self.entered, self.carried = {}, {}
+
+
+def _gradient_edge(tensor: torch.Tensor) -> GradientEdge:
+    """Where the tensor's gradient is put in."""
+    if tensor.grad_fn is None and tensor._is_view():  # made in a `no_grad` block: it ends there
+        tensor = tensor.detach().requires_grad_()
+    return get_gradient_edge(tensor)
 
 
 _UNSHARED = 2

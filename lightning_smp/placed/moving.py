@@ -79,6 +79,8 @@ class Moving(RunState):
                     continue
                 seen.add((value.index, rank))
                 moves = not value.is_current_on(rank)
+                if moves and value.stages:  # a parameter leaves from where its stage is by now
+                    value.node = self.tracker.node(value.home)
                 if moves and self.tracker.connect(value.node, rank):
                     new_segments.append(rank)
                 pending.append((ordinal, rank, moves))

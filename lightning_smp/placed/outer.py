@@ -233,9 +233,10 @@ def _without_reentry(function: Any, preserve_rng_state: bool, *args: Any) -> Any
     if not any(isinstance(arg, T) and arg.requires_grad for arg in args):
         with torch.no_grad():  # such a region gives no gradients on one device either
             return function(*args)
-    return torch.utils.checkpoint.checkpoint(
-        function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
-    )
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):  # a reentrant region never does
+        return torch.utils.checkpoint.checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
 
 
 class _FunctionCall:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any
+from weakref import getweakrefcount
 
 import torch
 
@@ -97,7 +98,8 @@ class PassedCall(ReadyCall):
         home, place, lane = self.entry.home, self.value + ordinal, run.lane
         node = run.tracker.node(home)
         tensor: PlacedTensor = lane[place]
-        if getrefcount(tensor) == UNHELD and tensor._value.wear < SPOILT:
+        is_free = getrefcount(tensor) == UNHELD and not getweakrefcount(tensor)
+        if is_free and tensor._value.wear < SPOILT:
             value = tensor._value
             value.mark = run.mark
             value.renew(home, node, self.position)

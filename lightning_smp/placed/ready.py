@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any
+from weakref import getweakrefcount
 
 import torch
 
@@ -112,7 +113,8 @@ class ReadyCall:
         if not self._is_plain:
             return self._finish(run, args)
         tensor = lane[self.value]
-        if getrefcount(tensor) == UNHELD and tensor._value.wear == AS_NEW:
+        is_free = getrefcount(tensor) == UNHELD and not getweakrefcount(tensor)
+        if is_free and tensor._value.wear == AS_NEW:
             tensor._value.mark = run.mark
             if run.region is not None:
                 run.region.append((self.entry, None, tensor))

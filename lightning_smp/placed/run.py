@@ -140,6 +140,7 @@ class MicrobatchRun(Results):
                 entry.outcome = describe(self, target, result, operands, changes)
         except Exception as error:
             if entry.home == self.rank:
+                self.dynamic = True  # the step's code may catch it, the others will not know
                 self.context.control.agree_at(
                     self.point(entry.key), [f"{type(error).__name__}: {error}", None]
                 )
@@ -153,6 +154,7 @@ class MicrobatchRun(Results):
         published = self.context.control.agree_at(self.point(entry.key), message)
         error, plain = published[entry.home]
         if error is not None:
+            self.dynamic = True
             raise WorkerAborted(f"stage {entry.home} failed in {self.point(entry.key)}: {error}")
         return entry.outcome if mine else outcome_from_plain(plain)
 
@@ -219,7 +221,12 @@ class MicrobatchRun(Results):
         ]
 
     def note_boundary(self) -> None:
-        """A segment begins somewhere; draws of outer code after this would lose their order."""
+        """A segment begins somewhere: other microbatches may run before the step goes on.
+
+        Draws of outer code after this would lose their order.
+        """
+        if self.watch is not None:
+            self.watch.look()
         if self.boundary_draws is None:
             self.boundary_draws = digest_draws(self.context.device)
 

@@ -13,6 +13,7 @@ from lightning_smp.placed.functions import function_name, read_everywhere
 from lightning_smp.placed.random import stir
 from lightning_smp.placed.ready import NOTHING, ReadyCall
 from lightning_smp.placed.route import Route
+from lightning_smp.placed.state import AttributeWatch
 from lightning_smp.placed.tensor import PlacedTensor, Value, adopt
 from lightning_smp.placed.units import UnitEntry
 from lightning_smp.program import EVERYWHERE, Edge, Entry, Program, SegmentNode, SegmentTracker
@@ -40,6 +41,7 @@ class RunState:
     dynamic = False
     drew = False
     boundary_draws: int | None = None
+    watch: AttributeWatch | None = None
 
     # What only a run that records needs (`begin_recording`).
     program: Program
@@ -78,6 +80,7 @@ class RunState:
         self.parameters.clear()
         self.opaque.clear()
         self.opaque_objects.clear()
+        self.watch = None
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call of outer code."""

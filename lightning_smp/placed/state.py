@@ -13,6 +13,9 @@ __all__ = ["AttributeSwap", "AttributeWatch"]
 
 _MISSING = object()
 
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+"""Attributes that every module has, and torch looks after."""
+
 
 class AttributeWatch:
     """Finds which attributes of outer modules a step writes.
@@ -23,15 +26,19 @@ class AttributeWatch:
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self._before = [(name, module, dict(module.__dict__)) for name, module in modules]
+        self._written: dict[tuple[str, str], None] = {}
+
+    def look(self) -> None:
+        """Notes what has been written so far; the step may put it back before it ends."""
+        for name, module, before in self._before:
+            for attribute, held in module.__dict__.items():
+                if attribute not in _OF_TORCH and held is not before.get(attribute, _MISSING):
+                    self._written[name, attribute] = None
 
     def written(self) -> tuple[tuple[str, str], ...]:
-        """(module, attribute) pairs whose object is another one than before."""
-        return tuple(
-            (name, attribute)
-            for name, module, before in self._before
-            for attribute, held in module.__dict__.items()
-            if not attribute.startswith("_") and held is not before.get(attribute, _MISSING)
-        )
+        """(module, attribute) pairs whose object is, or was at a look, another one than before."""
+        self.look()
+        return tuple(self._written)
 
 
 class AttributeSwap:
@@ -58,6 +65,8 @@ class AttributeSwap:
 
     def enter(self, microbatch: int) -> None:
         """The microbatch begins or goes on."""
+        if not self._places:
+            return
         own = self._own.get(microbatch, {})
         for path, module, name in self._places:
             if path in own:
@@ -71,13 +80,16 @@ class AttributeSwap:
             UnsupportedError: a number was written both before and after a suspension; counting
                 over microbatches that take turns would lose some.
         """
+        if not self._places:
+            return
         own = self._own.setdefault(microbatch, {})
         for path, module, name in self._places:
             held = module.__dict__.get(name, _MISSING)
+            found, self._found[path] = self._found.get(path, _MISSING), held
             latest, seen = self._latest.get(path, (-1, _MISSING))
-            if held is self._found[path] or held is _MISSING:
+            if held is found or held is _MISSING:
                 if path in own and latest > microbatch:
-                    setattr(module, name, seen)
+                    self._show(path, module, name, seen)
                 continue
             if path in own and isinstance(held, (int, float)):
                 raise UnsupportedError(
@@ -85,7 +97,12 @@ class AttributeSwap:
                     "run in between. Change it once in a step, or set microbatches=1."
                 )
             if path in own and latest > microbatch:
-                setattr(module, name, seen)
+                self._show(path, module, name, seen)
             else:
                 self._latest[path] = (max(latest, microbatch), held)
             own[path] = held
+
+    def _show(self, path: str, module: nn.Module, name: str, held: Any) -> None:
+        """What those find that begin now."""
+        setattr(module, name, held)
+        self._found[path] = held

@@ -202,11 +202,20 @@ def entry_of(module: nn.Module) -> UnitEntry | None:
 
 
 def _needs_whole_call(module: nn.Module) -> bool:
-    """Backward hooks and compiled calls work on real tensors: they belong inside the unit."""
+    """Whether more than the forward belongs inside the unit.
+
+    Backward hooks and compiled calls work on real tensors. Hooks of torch.nn.utils (weight_norm,
+    spectral_norm, pruning) give the module tensors that they make of its weights.
+    """
+    makes_weights = (
+        type(hook).__module__.startswith("torch.nn.utils.")
+        for hook in module._forward_pre_hooks.values()
+    )
     return bool(
         module._backward_hooks
         or module._backward_pre_hooks
         or module._compiled_call_impl is not None
+        or any(makes_weights)
     )
 
 

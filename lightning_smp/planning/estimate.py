@@ -11,8 +11,8 @@ A stage's activations are those of the schedule's fullest moment. Tensor paralle
 inside a unit, but not what enters and leaves its parts (10 of 34 bytes per token and channel in a
 transformer layer, Korthikanti et al. 2022, hence five outputs of a unit). With recomputation a unit
 keeps its input, and one unit at a time all it needs. Parameters of two or more dimensions are
-divided, others are not. A step's gradients are made beside those of the step before, which
-Lightning lets go of after the step (lightning/handoff.py).
+divided, others are not. The gradients of the step before are gone when a step begins
+(lightning/handoff.py).
 """
 
 from __future__ import annotations
@@ -93,9 +93,8 @@ class Layout:
 class Memory:
     """Bytes of one rank, each part at its own fullest moment.
 
-    Gradients are those of the step and of the one before. With a single microbatch the new ones are
-    made while activations go, so that the two are never there together; ``reused`` is what of them
-    takes the same memory.
+    With a single microbatch gradients are made while activations go, so that the two are never
+    there together; ``reused`` is what of them takes the same memory.
     """
 
     parameters: float
@@ -293,7 +292,7 @@ class Estimator:
             saved = [0.0] * len(saved)
         return Memory(
             parameters=held.divided / layout.tp + held.whole,
-            gradients=2.0 * trained,
+            gradients=trained,
             optimizer=self.setup.optimizer_states * trained,
             activations=activations,
             buffers=held.buffers

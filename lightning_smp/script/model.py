@@ -212,7 +212,9 @@ class DistributedModel(LocalParts, TensorParts, Rebalancing, nn.Module):  # type
             calls, axis = state.calls, state.replica_axis
             self._norms.enter_context(
                 global_clip(
-                    self.deployment.ownership, group, lambda what: calls.collective(what, axis)
+                    lambda: self.deployment.ownership,
+                    group,
+                    lambda what: calls.collective(what, axis),
                 )
             )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_smp import optimizers
 from lightning_smp.deploy.deployment import Deployment
 from lightning_smp.errors import ConfigError, SMPError, UnsupportedError
 from lightning_smp.process_state import state
@@ -19,6 +20,7 @@ from lightning_smp.script.resharding import RECORDS_KEY, records_of
 from lightning_smp.tensor_parallel.record import Sharding
 from lightning_smp.weights.checkpoint import gather_optimizer_state, load_optimizer_state
 from lightning_smp.weights.collect import PipelineLinks
+from lightning_smp.weights.elementwise import check_split_updates
 from lightning_smp.wire import all_gather_objects
 
 __all__ = ["DistributedOptimizer"]
@@ -126,6 +128,8 @@ class DistributedOptimizer(HalfOptimizer, torch.optim.Optimizer):
 
         Raises:
             SMPError: at the first step, the optimizer holds parameters that are not the model's.
+            UnsupportedError: at the first step, it would update split parameters otherwise than
+                whole ones.
         """
         self._check_parameters()
         if not self._is_half():
@@ -157,6 +161,7 @@ class DistributedOptimizer(HalfOptimizer, torch.optim.Optimizer):
         held = [p for group in self.param_groups for p in group["params"]]
         foreign = sum(id(parameter) not in own for parameter in held)
         if not foreign or state.groups.world_size == 1:
+            self._check_updates()
             return
         raise SMPError(
             f"the optimizer holds {foreign} of {len(held)} parameters that are not the distributed "
@@ -167,6 +172,13 @@ class DistributedOptimizer(HalfOptimizer, torch.optim.Optimizer):
             f"    optimizer = smp.DistributedOptimizer({type(self.optimizer).__name__}"
             "(model.parameters(), ...))"
         )
+
+    def _check_updates(self) -> None:
+        deployment = self._deployment()
+        if deployment is not None and type(self.optimizer).__module__ != optimizers.__name__:
+            ownership = deployment.ownership  # ours refuse split weights themselves
+            split = ownership.tensor.by_parameter
+            check_split_updates([self.optimizer], split, ownership.name_of)
 
     # ---- what clients look at ------------------------------------------------------------------
 

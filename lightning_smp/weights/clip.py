@@ -9,9 +9,11 @@ Clipping by value is element-wise, hence right without any of this.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TypeAlias
 
 import torch
@@ -23,9 +25,11 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.weights.ownership import Ownership
 
-__all__ = ["clip_grad_norm", "global_clip", "grad_norm", "total_norm"]
+__all__ = ["clip_grad_norm", "global_clip", "grad_norm", "places_of", "total_norm"]
 
 Calling: TypeAlias = Callable[[str], AbstractContextManager[object]]
+Place: TypeAlias = tuple[ModuleType, str]
+"""A module and the name of one of its globals."""
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -130,9 +134,18 @@ def grad_norm(
     return norms
 
 
+def places_of(function: Callable[..., object]) -> list[Place]:
+    """Return where a function is known in the modules that are loaded, imports by name included."""
+    loaded = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
+    return [(m, name) for m in loaded for name, value in list(vars(m).items()) if value is function]
+
+
 @contextmanager
 def global_clip(
-    ownership: Ownership, group: dist.ProcessGroup | None, calling: Calling = nullcontext
+    find_ownership: Callable[[], Ownership],
+    group: dist.ProcessGroup | None,
+    calling: Calling = nullcontext,
+    places: Sequence[Place] = (),
 ) -> Iterator[None]:
     """Make the user's own calls of torch's norm functions give the norm over all stages.
 
@@ -142,20 +155,23 @@ def global_clip(
     `on_before_optimizer_step` and `configure_gradient_clipping`.
 
     Args:
-        ownership: whose parameters they are.
+        find_ownership: says whose parameters they are, at each call: the first step splits the
+            model, and rebalancing moves it.
         group: the ranks that hold them together; None changes nothing.
         calling: a context around what is collective, given its name.
+        places: where Lightning's ``grad_norm`` is known; it becomes global and collective too.
     """
     if group is None:
         yield
         return
-    norms = _GlobalNorms(ownership, group, calling)
+    norms = _GlobalNorms(find_ownership, group, calling)
     patches = [
         (torch.nn.utils, "clip_grad_norm_", norms.clip_grad_norm_),
         (torch.nn.utils, "get_total_norm", norms.get_total_norm),
         (torch_clip_grad, "clip_grad_norm_", norms.clip_grad_norm_),
         # What a clip_grad_norm_ that was imported by name looks up when it runs.
         (torch_clip_grad, "_get_total_norm", norms.get_total_norm),
+        *((holder, name, norms.grad_norm) for holder, name in places),
     ]
     before = [(holder, name, getattr(holder, name)) for holder, name, _ in patches]
     try:
@@ -171,9 +187,24 @@ def global_clip(
 class _GlobalNorms:
     """Stand-ins with the signatures of torch's functions."""
 
-    ownership: Ownership
+    find_ownership: Callable[[], Ownership]
     group: dist.ProcessGroup
     calling: Calling
+
+    def grad_norm(
+        self, module: nn.Module, norm_type: float | str, group_separator: str = "/"
+    ) -> dict[str, Tensor]:
+        ownership = self.find_ownership()
+        known = [p in ownership for p in module.parameters()]
+        if not all(known):  # a module of the user's own is on every rank
+            if any(known):
+                raise _mixed("grad_norm", "parameters")
+            whole = Ownership.whole(module)
+            return grad_norm(module, norm_type, whole, None, group_separator=group_separator)
+        with self.calling("grad_norm()"):
+            return grad_norm(
+                module, norm_type, ownership, self.group, group_separator=group_separator
+            )
 
     def clip_grad_norm_(
         self,
@@ -184,7 +215,8 @@ class _GlobalNorms:
         foreach: bool | None = None,
     ) -> Tensor:
         members = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        known = [p in self.ownership for p in members]
+        ownership = self.find_ownership()
+        known = [p in ownership for p in members]
         if any(known) and not all(known):
             raise _mixed("clip_grad_norm_", "parameters")
         if not any(known):  # the list is the same on all ranks, so all decide the same
@@ -196,7 +228,7 @@ class _GlobalNorms:
             return clip_grad_norm(
                 members,
                 max_norm,
-                self.ownership,
+                ownership,
                 self.group,
                 norm_type=norm_type,
                 error_if_nonfinite=error_if_nonfinite,
@@ -212,14 +244,15 @@ class _GlobalNorms:
         foreach: bool | None = None,
     ) -> Tensor:
         given = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors if t.numel()]
-        everyone = list(self.ownership.parameters())
+        ownership = self.find_ownership()
+        everyone = list(ownership.parameters())
         owner_of = {_place(p): p for p in everyone}
         owner_of |= {_place(p.grad): p for p in everyone if p.grad is not None}
         parameters = [owner_of.get(_place(tensor)) for tensor in given]
         counted = [
             tensor
             for tensor, parameter in zip(given, parameters, strict=True)
-            if parameter is not None and self.ownership.counts_here(parameter)
+            if parameter is not None and ownership.counts_here(parameter)
         ]
         known = sum(parameter is not None for parameter in parameters)
         # A stage without gradients gets an empty list, which says nothing about its peers' lists.

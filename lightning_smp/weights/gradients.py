@@ -136,6 +136,11 @@ class GradientReducer:
         """Whether this rank exchanges or scales any gradient."""
         return bool(self._buckets or self._alone)
 
+    @property
+    def is_active(self) -> bool:
+        """Whether a step was started and not finished."""
+        return self._active
+
     def start(self, weight: float | None, *, share: float = 1.0) -> None:
         """Begin a step in which this replica's gradients count with `weight` (its samples).
 
@@ -204,6 +209,23 @@ class GradientReducer:
             bucket.flat = bucket.work = bucket.future = None
             bucket.missing.clear()
         self._active = False
+
+    @torch.no_grad()
+    def divide_reduced(self) -> None:
+        """Makes reduced gradients parts of a sum again, which the next `finish` restores.
+
+        For gradients that stay while others are added to them. Without communication.
+        """
+        group_factor = self._ownership.tensor.group_factor
+        members = [
+            (p, dist.get_world_size(bucket.group) * (group_factor if bucket.sharers[1] else 1.0))
+            for bucket in self._buckets
+            for p in bucket.parameters
+        ]
+        for parameter, count in [*members, *((p, group_factor) for p in self._alone)]:
+            gradient = self._dense_gradient(parameter)
+            if gradient is not None:
+                gradient.div_(count)
 
     def _launch(self, bucket: _Bucket) -> None:
         self._next += 1

@@ -89,6 +89,7 @@ class Ownership:
             stages = by_parameter.get(id(parameter), everywhere)
             self._parameters[parameter] = self._by_name[name] = stages
             self._names.setdefault(parameter, name)
+        self._local = [p for p, stages in self._parameters.items() if pp_rank in stages]
         # Buffers are known by name only: modules may replace the object at any time.
         for name, buffer in named_buffers:
             self._by_name[name] = by_buffer.get(id(buffer), everywhere)
@@ -104,6 +105,10 @@ class Ownership:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield every parameter once, in the order of the module, the same on all ranks."""
         return iter(self._parameters)
+
+    def local_parameters(self) -> list[nn.Parameter]:
+        """Return those that are real on this rank, in the order of the module."""
+        return list(self._local)
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return the first name of a parameter, for messages."""

@@ -39,6 +39,44 @@ def test_fibers_take_turns(pool: FiberPool) -> None:
     assert [(f.done, f.result) for f in fibers.values()] == [(True, "A"), (True, "B")]
 
 
+def test_blocks_with_a_default_dtype_may_end_in_any_order(pool: FiberPool) -> None:
+    seen: list[torch.dtype] = []
+    fibers: list[Fiber] = []
+    former = torch.get_default_dtype()
+
+    def work(own: Fiber | None) -> None:
+        torch.set_default_dtype(torch.float64)
+        if own is None:
+            fibers.append(Fiber(pool, lambda: work(fibers[0]), modes))
+            fibers[0].resume()
+        else:
+            seen.append(torch.get_default_dtype())
+            own.suspend()
+        seen.append(torch.get_default_dtype())
+        torch.set_default_dtype(former)
+
+    modes = ThreadModes()
+    try:
+        work(None)
+        fibers[0].resume()
+        assert seen == [torch.float64] * 3
+        assert torch.get_default_dtype() is former
+    finally:
+        torch.set_default_dtype(former)
+
+
+def test_a_fiber_starts_with_the_default_dtype_of_its_modes(pool: FiberPool) -> None:
+    former, modes = torch.get_default_dtype(), ThreadModes()
+    fiber = Fiber(pool, torch.get_default_dtype, modes)
+    torch.set_default_dtype(torch.float64)
+    try:
+        fiber.resume()
+        assert fiber.result is former
+        assert torch.get_default_dtype() is torch.float64
+    finally:
+        torch.set_default_dtype(former)
+
+
 def test_error_reaches_who_resumes(pool: FiberPool) -> None:
     def fail() -> None:
         raise KeyError("inside")

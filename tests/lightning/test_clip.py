@@ -129,7 +129,7 @@ def test_one_stage_is_torch() -> None:
     total = clip_grad_norm(model.parameters(), 1.0, Ownership.whole(model), None)
     assert torch.equal(total, clip_grad_norm_(same.parameters(), 1.0))
     assert all(torch.equal(grad, _grads(same)[name]) for name, grad in _grads(model).items())
-    with global_clip(Ownership.whole(model), None):
+    with global_clip(lambda: Ownership.whole(model), None):
         assert torch.nn.utils.clip_grad_norm_ is clip_grad_norm_
 
 
@@ -155,7 +155,7 @@ def _user_call(
     _give_gradients(model)
     ownership = _partitioned(model, rank)
     with gloo_group():
-        with global_clip(ownership, dist.group.WORLD):
+        with global_clip(lambda: ownership, dist.group.WORLD):
             total = call(model)
         assert torch.nn.utils.clip_grad_norm_ is clip_grad_norm_
         assert torch.nn.utils.get_total_norm is get_total_norm
@@ -183,7 +183,7 @@ def _other_tensors(rank: int, world_size: int) -> None:
     ownership = _partitioned(model, rank)
     alien = nn.Parameter(torch.ones(4))
     alien.grad = torch.full((4,), 2.0)
-    with gloo_group(), global_clip(ownership, dist.group.WORLD):
+    with gloo_group(), global_clip(lambda: ownership, dist.group.WORLD):
         weights = torch.nn.utils.get_total_norm(model.parameters())
         expected = get_total_norm(_model().parameters())
         torch.testing.assert_close(weights, expected, rtol=1e-14, atol=0)
@@ -204,7 +204,7 @@ def test_tensors_that_are_no_gradients() -> None:
 
 
 def _fail_inside(ownership: Ownership) -> None:
-    with global_clip(ownership, object()):  # type: ignore[arg-type]
+    with global_clip(lambda: ownership, object()):  # type: ignore[arg-type]
         assert torch.nn.utils.clip_grad_norm_ is not clip_grad_norm_
         raise ValueError("mine")
 

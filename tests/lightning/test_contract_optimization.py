@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from tests.lightning.contract import Bench, Layout, Model, Results, assert_close, loader, weights
@@ -117,6 +118,25 @@ class WatchesGradients(Model):
         self._look()
 
 
+class LogsNorms(Model):
+    """Logs the norms of all gradients, as Lightning's documentation does."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+        self.log("second", grad_norm(self.second, norm_type="inf")["grad_inf_norm_total"])
+
+
+class ClipsOuter(ClipsItself):
+    """Has a parameter outside of all units, which every stage holds, in the first norm too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
 class Manual(Model):
     """Manual optimization: two optimizers, toggles, a clip, a scheduler stepped by hand."""
 
@@ -217,6 +237,14 @@ def gradients_in_hooks(bench: Bench) -> Any:
     return model.seen
 
 
+def clip_outer_in_hook(bench: Bench) -> Any:
+    return _train(bench, ClipsOuter())
+
+
+def gradient_norms(bench: Bench) -> Any:
+    return _train(bench, LogsNorms())
+
+
 def manual(bench: Bench) -> Any:
     return _train(bench, Manual(), smp={"microbatches": 1} if bench.is_smp else None)
 
@@ -230,6 +258,8 @@ def manual_with_microbatches(bench: Bench) -> str:
 
 
 SCENARIOS = [
+    clip_outer_in_hook,
+    gradient_norms,
     plain,
     schedule_by_step,
     schedule_by_epoch,

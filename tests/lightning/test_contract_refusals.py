@@ -24,6 +24,21 @@ class UsesLBFGS(Model):
         return torch.optim.LBFGS(self.parameters())
 
 
+class UsesMuon(Model):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Muon([p for p in self.parameters() if p.ndim == 2])
+
+
+class UsesAdafactor(Model):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+class UsesMuonOnWholeWeights(Model):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Muon([self.head.weight])
+
+
 class CopiesItself(Model):
     def on_train_end(self) -> None:
         copy.deepcopy(self)
@@ -55,6 +70,18 @@ def exponential_averaging(bench: Bench) -> str:
 
 def lbfgs(bench: Bench) -> str:
     return _fit(bench, UsesLBFGS())
+
+
+def muon(bench: Bench) -> str:
+    return _fit(bench, UsesMuon())
+
+
+def adafactor(bench: Bench) -> str:
+    return _fit(bench, UsesAdafactor())
+
+
+def muon_on_whole_weights(bench: Bench) -> str:
+    return _fit(bench, UsesMuonOnWholeWeights())
 
 
 def compiled_module(bench: Bench) -> str:
@@ -140,3 +167,28 @@ def test_is_refused_by_name(results: Results, scenario: Any) -> None:
     for rank, message in enumerate(results.ranks(scenario)):
         missing = [part for part in EXPECTED[scenario] if part not in message]
         assert not missing, f"rank {rank}: {message}"
+
+
+SPLIT = {
+    **{scenario: EXPECTED[scenario] for scenario in (averaging, stochastic_averaging)},
+    lbfgs: ("UnsupportedError", "LBFGS", "tensor_parallel_degree=1"),
+    muon: ("UnsupportedError", "Muon", "first.0.weight", "AdamW"),
+    adafactor: ("UnsupportedError", "Adafactor", "first.0.weight", "tensor_parallel_degree=2"),
+    muon_on_whole_weights: ("no error",),
+}
+
+
+@pytest.fixture(scope="module")
+def split() -> Results:
+    options = {
+        "tensor_parallel_degree": 2,
+        "tensor_parallel_modules": {"first.0": "column", "second.0": "row"},
+    }
+    return Results.collect(list(SPLIT), Layout(pp=1, dp=2, microbatches=1, options=options))
+
+
+@pytest.mark.parametrize("scenario", SPLIT, ids=lambda scenario: scenario.__name__)
+def test_is_refused_with_split_weights(split: Results, scenario: Any) -> None:
+    for message in split.ranks(scenario):
+        for part in SPLIT[scenario]:
+            assert part in message, message

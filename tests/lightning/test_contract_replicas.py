@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.lightning.contract import Bench, Layout, Model, Results, assert_close, points, weights
@@ -134,6 +134,26 @@ def uneven_training(bench: Bench) -> Any:
     return observer.weights
 
 
+class Weighted(Model):
+    """A loss over the samples of the first two classes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        losses = nn.functional.cross_entropy(self(x), y, reduction="none")
+        weight = (y < 2).sum()
+        return {"loss": (losses * (y < 2)).sum() / weight.clamp(min=1), "loss_weight": weight}
+
+
+def another_module(bench: Bench) -> Any:
+    """A Trainer fits a module with weighted losses after one without."""
+    observer = Observer()
+    trainer = bench.trainer(callbacks=[observer])
+    trainer.fit(Model(), bench.loader(8))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Weighted(), bench.loader(16))
+    return observer.weights
+
+
 def predictions(bench: Bench) -> Any:
     return bench.trainer().predict(Model(), DataLoader(points(14).tensors[0], 4 // bench.dp))
 
@@ -152,7 +172,7 @@ def questions(bench: Bench) -> Any:
     return model.answers
 
 
-LIKE_ONE_DEVICE = [training, uneven_training]
+LIKE_ONE_DEVICE = [training, uneven_training, another_module]
 
 
 @pytest.fixture(scope="module")

@@ -82,6 +82,26 @@ def with_structure(model: nn.Module, x: Tensor, number: int) -> dict[str, Any]:
     return {"loss": loss, "h": h} if mark_of(x) == "a" else {"loss": loss * 3, "h": h}
 
 
+def counted(model: nn.Module, x: Tensor, number: int) -> Tensor:
+    """Each microbatch counts on from the one before, also where all leave their programs first."""
+    h = torch.tanh(model.a(x))
+    if number % 3 == 1:
+        h = h.sin()
+    model.count = getattr(model, "count", 0.0) + 1.0  # type: ignore[assignment]
+    h = torch.tanh(model.c(torch.tanh(model.b(h * model.count))))  # type: ignore[operator]
+    return model.d(h).square().mean()
+
+
+def caught(model: nn.Module, x: Tensor, number: int) -> Tensor:
+    """A call that fails on one stage, which the step's code expects."""
+    h = torch.tanh(model.b(model.a(x)))
+    try:
+        h = h.view(3, 3)
+    except RuntimeError:
+        h = h * 2
+    return model.d(torch.tanh(model.c(h))).square().mean()
+
+
 MARKS = marked("aaa", "aba", "aaa", "bab", "bbb", "aab")
 LONG = marked("aaaaaa", "abacda", "dcbaaa", "aaaaaa")
 
@@ -94,6 +114,8 @@ _STEPS = {
     "placed value": (by_value, MARKS),
     "first call": (at_first_call, MARKS),
     "results": (with_structure, MARKS),
+    "counted": (counted, MARKS),
+    "caught": (caught, MARKS),
 }
 _LAYOUTS = {"chain": HALVES, "ping-pong": ALTERNATING, "U shape": U_SHAPE}
 TWO = {

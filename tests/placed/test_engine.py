@@ -29,12 +29,26 @@ def repeated(model: nn.Module, x: Tensor, number: int) -> Tensor:
     return model.d(model.c(h)).square().mean()
 
 
-def sent_after_return(model: Any, x: Tensor, number: int) -> Tensor:
+def sent_after_return(model: nn.Module, x: Tensor, number: int) -> Tensor:
     """A value goes on into a later segment of its rank, and only then to the other rank."""
     h = torch.tanh(model.a(x))
     kept = h * 2
     back = model.b(model.c(h)) * kept
     return (model.d(kept) + back).square().mean()
+
+
+def view_without_gradients(model: nn.Module, x: Tensor, number: int) -> Tensor:
+    h = torch.tanh(model.a(x))
+    with torch.no_grad():
+        view = h.view(-1).view_as(h)
+    return model.d(torch.tanh(model.c(view))).square().mean() + h.square().mean()
+
+
+def late_parameter(model: nn.Module, x: Tensor, number: int) -> Tensor:
+    """A stage's parameter goes to another one after the stage has waited for that one."""
+    h = torch.tanh(model.a(torch.tanh(model.c(x))))
+    back = model.d(h)
+    return (h * model.c.bias).square().mean() + back.square().mean()
 
 
 def two_losses(model: nn.Module, x: Tensor, number: int) -> dict[str, Tensor]:
@@ -81,6 +95,8 @@ TWO = {
     "U shape": Case(make=Chain, stages=U_SHAPE, step=u_shape),
     "U shape, forth and back": Case(make=Chain, stages=ALTERNATING, step=u_shape),
     "repeated units": Case(make=Chain, stages=ALTERNATING, step=repeated),
+    "view without gradients": Case(make=Chain, stages=HALVES, step=view_without_gradients),
+    "late parameter": Case(make=Chain, stages=HALVES, step=late_parameter),
     "sent after return": Case(make=Chain, stages=HALVES, step=sent_after_return),
     "tied head": Case(make=Tied, stages={"emb": 0, "a": 0, "b": 1}, step=tied_head),
     "two losses": Case(make=Chain, stages=HALVES, step=two_losses),

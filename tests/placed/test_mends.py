@@ -239,6 +239,19 @@ def auxiliary_loss(model: Any, x: Tensor, number: int) -> Tensor:
     return tail(model, h) + 0.1 * model.b.penalty
 
 
+def without_scale(model: Any) -> None:
+    model._scale = None
+
+
+def state_put_back(model: Any, x: Tensor, number: int) -> Tensor:
+    """What the step keeps in its module while it is suspended is gone at its end."""
+    model._scale = x[:, :1]
+    h = torch.tanh(model.b(torch.tanh(model.a(x))))
+    h = torch.tanh(model.c(h)) * model._scale
+    model._scale = None
+    return model.d(h).square().mean()
+
+
 def structured(model: Any, x: Tensor, number: int) -> Tensor:
     h, rest = model.b(model.a(x))
     gate, _nothing, three = rest["gate"]
@@ -310,6 +323,9 @@ CASES = {
     "buffer written": Case(make=Running, stages=HALVES, step=running_buffer, recorded=None),
     "unit writes mask": Case(make=MaskChain, stages=HALVES, step=writes_mask),
     "module state": Case(make=Running, stages=ALTERNATING, step=module_state),
+    "state put back": Case(
+        make=Chain, stages=ALTERNATING, step=state_put_back, prepare=without_scale
+    ),
     "module counter": Case(make=Running, stages=ALTERNATING, step=counter),
     "freeze later": Case(make=Chain, stages=HALVES, step=freeze_later, recorded=None),
     "own function": Case(make=Chain, stages=HALVES, step=own_function),

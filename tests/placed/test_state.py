@@ -25,7 +25,16 @@ def test_written_attributes_are_found() -> None:
     model.count += 1
     model.inner.fresh = "new"
     model._hidden = 1
-    assert set(watch.written()) == {("", "count"), ("inner", "fresh")}
+    assert set(watch.written()) == {("", "count"), ("", "_hidden"), ("inner", "fresh")}
+
+
+def test_attributes_that_are_put_back_are_found_at_a_look() -> None:
+    model = Model()
+    watch = AttributeWatch([("", model)])
+    model.skip = "kept while the step is suspended"
+    watch.look()
+    model.skip = None
+    assert watch.written() == (("", "skip"),)
 
 
 def test_each_microbatch_finds_what_it_wrote() -> None:
