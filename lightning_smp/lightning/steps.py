@@ -230,10 +230,11 @@ class Steps(Saving):
                 "backward and optimizer.step itself, so it cannot be cut into microbatches. Set "
                 "microbatches=1."
             )
-        return self._stepper("training_step").run(
-            "training_step", args, microbatches=1, allow_uneven=True, seed=seed,
-            backward=False, around_backward=self._around_backward,
-        ).result  # fmt: skip
+        with self._global_norms():  # a manual step clips before the optimizer's step
+            return self._stepper("training_step").run(
+                "training_step", args, microbatches=1, allow_uneven=True, seed=seed,
+                backward=False, around_backward=self._around_backward,
+            ).result  # fmt: skip
 
     def _around_backward(self, backward: Callable[[], None]) -> None:
         """Reduces what a backward of a manual step adds to the gradients."""
@@ -277,21 +278,23 @@ class Steps(Saving):
         finally:
             self._block_sync = False
 
+    def _global_norms(self) -> AbstractContextManager[None]:
+        """Where norms of gradients that the user's code computes are those of all stages."""
+        axis = state.replica_axis
+        return global_clip(
+            lambda: self.ownership, self.deployment.norm_group,
+            lambda what: state.calls.collective(what, axis), self._norm_places,
+        )  # fmt: skip
+
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's step; norms that hooks compute in it are global.
 
         Afterwards units move to other stages, if it is time. Collective over the world then.
         """
-        group = self.deployment.norm_group
         runtime = self.deployment.runtime
         run = None if runtime is None else runtime.active_run()
         outside = nullcontext() if run is None else run.context.outside_outer_mode()
-        axis = state.replica_axis
-        clips = global_clip(
-            lambda: self.ownership, group, lambda what: state.calls.collective(what, axis),
-            self._norm_places,
-        )  # fmt: skip
-        with clips, outside:
+        with self._global_norms(), outside:
             result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
         if self._rebalancer is not None and self._rebalancer.is_due:
             self._rebalancer.run(self.optimizers)  # all gradients are summed here

@@ -93,8 +93,8 @@ def grad_norm(
 ) -> dict[str, Tensor]:
     """Return the norm of each parameter's gradient and of all together, equal on all ranks.
 
-    As `lightning.pytorch.utilities.grad_norm` on one device; that function itself sees only the
-    gradients of this rank's stage.
+    As `lightning.pytorch.utilities.grad_norm` on one device, which by itself sees only the
+    gradients of this rank's stage and is this function inside `global_clip`.
 
     Collective over `group`: every rank of the pipeline must call, with the same `module`.
 

@@ -177,6 +177,23 @@ class Manual(Model):
         return [one, two], [torch.optim.lr_scheduler.ExponentialLR(one, 0.5)]
 
 
+class ManualClips(Model):
+    """Clips by torch's own function in a manual step, and logs the norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, _: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        norms = grad_norm(self, norm_type=2)
+        total = nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+        self.log_dict({**norms, "total": total}, on_step=False, on_epoch=True)
+        optimizer.step()
+
+
 def _train(bench: Bench, model: Model, **options: Any) -> Any:
     observer = Observer()
     # In float64, so that an optimizer that divides by small moments does not show the rounding.
@@ -249,6 +266,10 @@ def manual(bench: Bench) -> Any:
     return _train(bench, Manual(), smp={"microbatches": 1} if bench.is_smp else None)
 
 
+def manual_clips(bench: Bench) -> Any:
+    return _train(bench, ManualClips(), smp={"microbatches": 1} if bench.is_smp else None)
+
+
 def manual_with_microbatches(bench: Bench) -> str:
     try:
         bench.trainer().fit(Manual(), loader())
@@ -272,6 +293,7 @@ SCENARIOS = [
     clip_accumulated,
     clip_in_hook,
     manual,
+    manual_clips,
 ]
 
 
