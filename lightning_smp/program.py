@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = [
     "SegmentTracker",
     "TensorSpec",
     "fingerprint",
+    "writes_out_of_order",
 ]
 
 EVERYWHERE = -1
@@ -73,6 +74,7 @@ class Outcome:
         mutated: (operand index, requires_grad afterwards) of each operand changed in place.
         escapes: (module path, attribute, template) of tensors that a unit left in its attributes.
         random: whether the call drew random numbers.
+        writes: whether the call of a unit wrote a buffer of the unit.
     """
 
     template: Any
@@ -80,6 +82,7 @@ class Outcome:
     mutated: tuple[tuple[int, bool], ...] = ()
     escapes: tuple[tuple[str, str, Any], ...] = ()
     random: bool = False
+    writes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +295,24 @@ def _makes_one(entry: Entry, ordinal: int) -> bool:
         return False
     leaf = outcome.leaves[0]
     return outcome.template == ["t", 0] and leaf.same < 0 and leaf.view == -1
+
+
+def writes_out_of_order(entries: Sequence[Entry], num_ranks: int) -> bool:
+    """Whether a unit that writes its buffers is called in several segments of its rank.
+
+    Other microbatches run between these calls, so that the buffers would be written in another
+    order than when the microbatches run one after the other.
+    """
+    current = [0] * num_ranks
+    writers: dict[int, int] = {}
+    for entry in entries:
+        for rank in entry.new_segments:
+            current[rank] += 1
+        if entry.outcome.writes:
+            segment = current[max(entry.home, 0)]
+            if writers.setdefault(entry.key[0][1], segment) != segment:
+                return True
+    return False
 
 
 def fingerprint(keys: Iterable[Any]) -> str:

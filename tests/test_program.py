@@ -16,6 +16,7 @@ from lightning_smp.program import (
     SegmentTracker,
     TensorSpec,
     fingerprint,
+    writes_out_of_order,
 )
 
 SPEC = TensorSpec((2, 3), (3, 1), torch.float32, True, True)
@@ -146,3 +147,16 @@ def test_fingerprint_depends_on_keys_and_their_order() -> None:
 def test_size_in_bytes() -> None:
     assert SPEC.num_bytes == 24
     assert TensorSpec((), (), torch.float64, True, False).num_bytes == 8
+
+
+def test_buffers_written_in_several_segments_lose_their_order() -> None:
+    def call(unit: int, home: int, new: tuple[int, ...] = (), *, writes: bool = True) -> Entry:
+        outcome = Outcome(["c", None], (), writes=writes)
+        return Entry((("unit", unit, 0),), home, outcome, (), new)
+
+    twice_in_one = [call(0, 0), call(0, 0), call(1, 1)]
+    assert not writes_out_of_order(twice_in_one, 2)
+    assert writes_out_of_order([call(0, 0), call(1, 1), call(0, 0, (0,))], 2)
+    assert not writes_out_of_order([call(0, 0), call(1, 1), call(2, 0, (0,))], 2)
+    reads = [call(0, 0), call(0, 0, (0,), writes=False)]
+    assert not writes_out_of_order(reads, 2)

@@ -257,7 +257,7 @@ class Step(Backwards):
         self.train |= bool(run.losses)
         self._resolve([m])
         run.program.attributes = (*watch.written(), *run.planted())
-        run.dynamic |= run.draws_late()
+        run.dynamic |= run.draws_late() or watch.fills_containers
         if self.train:
             self.engine.position = f"backward of microbatch {m}"
             self._backward_in_order(run)

@@ -74,18 +74,21 @@ class Executing(Moving):
                 self.in_unit = None
 
     def _run_recorded(self, target: Any, args: Any, kwargs: Any, seed: int | None) -> Any:
-        """Runs a call and notes whether it draws random numbers."""
+        """Runs a call and notes whether it draws random numbers and writes buffers."""
+        self.wrote = False
         if seed is None:
             before = digest_draws(self.context.device)
             result = target(*args, **kwargs)
             self.drew = before != digest_draws(self.context.device)
             return result
+        buffers = target.buffer_state()
         with isolated_draws(seed, self.context.device, guard_python=True) as draws:
             self.in_unit = target
             try:
                 result = target.run(args, kwargs, observe=True)
             finally:
                 self.in_unit = None
+            self.wrote = buffers != target.buffer_state()
             self.drew = draws.used()
             target.draws_python |= draws.used_python()
         return result

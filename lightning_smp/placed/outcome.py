@@ -44,7 +44,9 @@ def describe(
     mutated = tuple((ordinal, locals_[ordinal].requires_grad) for ordinal in changed)
     if operands.run.entries[-1].home == EVERYWHERE:
         mutated = tuple(m for m in mutated if m[1] or operands.values[m[0]] is not None)
-    return Outcome(template, tuple(collector.leaves), mutated, tuple(escapes), run.drew)
+    return Outcome(
+        template, tuple(collector.leaves), mutated, tuple(escapes), run.drew, run.wrote
+    )  # fmt: skip
 
 
 def matches(
@@ -100,12 +102,15 @@ def outcome_to_plain(outcome: Outcome) -> list[Any]:
         for leaf in outcome.leaves
     ]  # fmt: skip
     escapes = [list(escape) for escape in outcome.escapes]
-    return [outcome.template, leaves, [list(m) for m in outcome.mutated], escapes, outcome.random]
+    return [
+        outcome.template, leaves, [list(m) for m in outcome.mutated], escapes, outcome.random,
+        outcome.writes,
+    ]  # fmt: skip
 
 
 def outcome_from_plain(plain: list[Any]) -> Outcome:
     """The outcome that another rank wrote by `outcome_to_plain`."""
-    template, leaves, mutated, escapes, random = plain
+    template, leaves, mutated, escapes, random, writes = plain
     return Outcome(
         template,
         tuple(
@@ -115,6 +120,7 @@ def outcome_from_plain(plain: list[Any]) -> Outcome:
         tuple((ordinal, grad) for ordinal, grad in mutated),
         tuple((path, name, held) for path, name, held in escapes),
         random,
+        writes,
     )
 
 

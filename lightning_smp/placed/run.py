@@ -29,7 +29,14 @@ from lightning_smp.placed.results import Results
 from lightning_smp.placed.route import Route
 from lightning_smp.placed.tensor import PlacedTensor
 from lightning_smp.placed.units import UnitEntry
-from lightning_smp.program import EVERYWHERE, Entry, Outcome, Program, SegmentTracker
+from lightning_smp.program import (
+    EVERYWHERE,
+    Entry,
+    Outcome,
+    Program,
+    SegmentTracker,
+    writes_out_of_order,
+)
 
 __all__ = ["MicrobatchRun"]
 
@@ -125,6 +132,8 @@ class MicrobatchRun(Results):
             result = self._run_here(entry, target, args, kwargs, operands, seed, changes)
         if home != EVERYWHERE:
             entry.outcome = self._agree_on_call(entry)
+        # A region that is computed again writes its units' buffers in the backward.
+        self.dynamic |= entry.outcome.writes and self.region is not None
         if home in (self.rank, EVERYWHERE):
             return self._wrap_real(entry, target, result, operands, position, seed)
         return self._wrap_specs(entry, target, args, kwargs, operands, position)
@@ -267,6 +276,7 @@ class MicrobatchRun(Results):
             index for index, group, version in self.sent_versions if group.version != version
         )
         program.seal()
+        self.dynamic |= writes_out_of_order(self.entries, self.num_ranks)
 
     def begin_backward(self, loss: PlacedTensor, gradient: Any) -> None:
         """A backward inside the step begins."""

@@ -40,6 +40,7 @@ class RunState:
     in_unit: UnitEntry | None = None
     dynamic = False
     drew = False
+    wrote = False
     boundary_draws: int | None = None
     watch: AttributeWatch | None = None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -17,19 +19,40 @@ _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes that every module has, and torch looks after."""
 
 
+_CONTAINERS = (list, dict, set, deque)
+
+
 class AttributeWatch:
     """Finds which attributes of outer modules a step writes.
 
     Args:
         modules: (name, module) of every module outside of units.
+
+    Attributes:
+        fills_containers: whether, at a look, a list, dict or set held other things than before.
+            Such contents are not kept apart for each microbatch.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self._before = [(name, module, dict(module.__dict__)) for name, module in modules]
+        self._contents = [
+            (held, _contents(held))
+            for _, _, before in self._before
+            for attribute, held in before.items()
+            if attribute not in _OF_TORCH and isinstance(held, _CONTAINERS)
+        ]
         self._written: dict[tuple[str, str], None] = {}
+        self.fills_containers = False
 
     def look(self) -> None:
         """Notes what has been written so far; the step may put it back before it ends."""
+        self._look_at_attributes()
+        for held, before in self._contents:
+            now = _contents(held)
+            if len(now) != len(before) or not all(map(is_, now, before)):
+                self.fills_containers = True
+
+    def _look_at_attributes(self) -> None:
         for name, module, before in self._before:
             for attribute, held in module.__dict__.items():
                 if attribute not in _OF_TORCH and held is not before.get(attribute, _MISSING):
@@ -37,8 +60,12 @@ class AttributeWatch:
 
     def written(self) -> tuple[tuple[str, str], ...]:
         """(module, attribute) pairs whose object is, or was at a look, another one than before."""
-        self.look()
+        self._look_at_attributes()
         return tuple(self._written)
+
+
+def _contents(held: Any) -> list[Any]:
+    return [*held, *held.values()] if isinstance(held, dict) else [*held]
 
 
 class AttributeSwap:

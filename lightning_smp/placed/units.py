@@ -138,6 +138,15 @@ class UnitEntry:
         """The parameters that get gradients."""
         return [p for p in self.parameters if p.requires_grad]
 
+    def buffer_state(self) -> list[tuple[int, int]]:
+        """Is another one after a buffer was written or replaced."""
+        buffers = [buffer for inner in self.modules for buffer in inner._buffers.values()]
+        return [
+            (id(buffer), 0 if buffer.is_inference() else buffer._version)
+            for buffer in buffers
+            if buffer is not None
+        ]
+
     def run(self, args: Any, kwargs: Any, *, observe: bool) -> Any:
         """Runs the unit for real; ``observe`` notes tensors that it leaves in its attributes."""
         if self._planted:
