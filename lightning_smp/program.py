@@ -255,9 +255,7 @@ class Program:
         self.changing = frozenset(self.visits if EVERYWHERE in homes else homes)
         leaving: dict[int, list[Edge]] = {}
         for edge in self.edges:
-            if (
-                edge.source[0] != edge.target[0]
-            ):  # its gradient counts where it has no elements, too
+            if edge.source[0] != edge.target[0]:  # without elements, too: its gradient counts
                 leaving.setdefault(edge.produced, []).append(edge)
         for ordinal, entry in enumerate(self.entries):
             entry.departures = tuple(leaving.get(ordinal, ()))

@@ -210,9 +210,10 @@ class DistributedModel(LocalParts, TensorParts, Rebalancing, nn.Module):  # type
         self._norms.close()
         if (group := self.deployment.norm_group) is not None:
             calls, axis = state.calls, state.replica_axis
+            deployment = self.deployment  # not this object, which would never be deleted then
             self._norms.enter_context(
                 global_clip(
-                    lambda: self.deployment.ownership,
+                    lambda: deployment.ownership,
                     group,
                     lambda what: calls.collective(what, axis),
                 )
