@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_smp.errors import CommunicationError
-from lightning_smp.wire import Gathering, all_gather_objects, broadcast_object
+from lightning_smp.wire import all_gather_objects, broadcast_object
 
-__all__ = ["Agreement", "Control"]
+__all__ = ["Control"]
 
 
 class Control:
@@ -48,37 +48,9 @@ class Control:
         Raises:
             CommunicationError: on every stage, if they are not at the same point.
         """
-        return self.begin_agreement(point, obj).finish()
-
-    def begin_agreement(self, point: str, obj: Any = None) -> Agreement:
-        """The first part of `agree_at`: says this stage's object. Collective over pp.
-
-        Every stage must begin and finish; it may do other work in between, but not use this
-        object.
-        """
-        return Agreement(point, Gathering([point, obj], self._group))
-
-
-class Agreement:
-    """An `agree_at` that has begun.
-
-    Args:
-        point: where in the step this stage is, in words.
-        gathering: of the stages' points and objects.
-    """
-
-    def __init__(self, point: str, gathering: Gathering) -> None:
-        self._point, self._gathering = point, gathering
-
-    def finish(self) -> list[Any]:
-        """Every stage's object, by stage. Collective over pp.
-
-        Raises:
-            CommunicationError: on every stage, if they are not at the same point.
-        """
-        gathered: Any = self._gathering.finish()
+        gathered = all_gather_objects([point, obj], self._group)
         points = [there for there, _ in gathered]
-        if any(there != self._point for there in points):
+        if any(there != point for there in points):
             said = "; ".join(f"stage {stage}: {there}" for stage, there in enumerate(points))
             raise CommunicationError(
                 f"the stages took different paths through the step's code: {said}. All stages "

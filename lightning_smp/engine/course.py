@@ -30,7 +30,6 @@ class Course:
         receives: those to post before each action.
         final: for positions in the row, the parameters whose gradients are final afterwards.
         attributes: (module, attribute) pairs that microbatches write.
-        num_until_forwards: actions until the last forward is done.
     """
 
     programs: Mapping[int, Program]
@@ -39,7 +38,6 @@ class Course:
     receives: Sequence[Sequence[Receive]]
     final: dict[int, list[nn.Parameter]]
     attributes: Sequence[tuple[str, str]]
-    num_until_forwards: int
 
 
 def plan_course(
@@ -62,8 +60,5 @@ def plan_course(
         row=row,
         receives=earlier(receives, ahead),
         final=final_parameters(row, programs, runtime.rank, units),
-        num_until_forwards=max(
-            (k for k, action in enumerate(row, 1) if action.kind == "F"), default=0
-        ),
         attributes=sorted({name for p in programs.values() for name in p.attributes}),
     )

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from lightning_smp.engine.backward import Backwards, empty_message
-from lightning_smp.engine.control import Agreement
 from lightning_smp.engine.fiber import Fiber, ThreadModes
 from lightning_smp.engine.posting import Receive
 from lightning_smp.errors import CommunicationError
@@ -59,8 +58,6 @@ class Step(Backwards):
         self.cursor = 0
         self.final: dict[int, list[nn.Parameter]] = {}
         self.settled = False
-        self.meeting_at = -1
-        self.meeting: Agreement | None = None
         self.swap = AttributeSwap(())
 
     def run(self) -> list[Any]:
@@ -133,8 +130,6 @@ class Step(Backwards):
         course = self.engine.course_of(programs, self.train)
         self.engine.schedule = course.schedule
         self.row, self.receives = course.row, course.receives
-        if self.runtime.device.type == "cpu":  # the losses of a GPU are not there yet
-            self.meeting_at = course.num_until_forwards
         if self.plan.on_final is not None:
             self.final = course.final
         self.swap = AttributeSwap(course.attributes, self.runtime.outer_modules[""])
@@ -163,8 +158,6 @@ class Step(Backwards):
                 self._backward(action)
             if clock is not None:
                 clock.end(action)
-            if self.cursor == self.meeting_at and self.meeting is None:
-                self._meet()
             final = self.final.get(self.cursor - 1)
             if final and not self.deviations:
                 assert self.plan.on_final is not None
@@ -172,23 +165,16 @@ class Step(Backwards):
         if not self.settled:
             self.settle()
 
-    def _meet(self) -> None:
-        """All forwards of the schedule are done: says what the ranks compare at its end."""
+    def settle(self) -> None:
+        """All schedules are done: compares deviations and the replicated random stream."""
+        self.settled = True
+        self.channels.drain()
         mine = [
             sorted((m, *what) for m, what in self.deviations.items()),
             digest_draws(self.runtime.device),
             self._offer(),
         ]
-        self.meeting = self.control.begin_agreement("the end of the step", mine)
-
-    def settle(self) -> None:
-        """All schedules are done: compares deviations and the replicated random stream."""
-        self.settled = True
-        self.channels.drain()
-        if self.meeting is None:
-            self._meet()
-        assert self.meeting is not None
-        reports = self.meeting.finish()
+        reports = self.control.agree_at("the end of the step", mine)
         if any(report[0] != reports[0][0] for report in reports):
             raise CommunicationError(_describe_split([report[0] for report in reports]))
         if any(report[1] != reports[0][1] for report in reports):

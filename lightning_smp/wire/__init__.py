@@ -4,7 +4,6 @@ from lightning_smp.wire.agree import compare
 from lightning_smp.wire.decode import loads
 from lightning_smp.wire.encode import dumps
 from lightning_smp.wire.transport import (
-    Gathering,
     all_gather_objects,
     broadcast_object,
     recv_object,
@@ -12,7 +11,6 @@ from lightning_smp.wire.transport import (
 )
 
 __all__ = [
-    "Gathering",
     "all_gather_objects",
     "broadcast_object",
     "compare",

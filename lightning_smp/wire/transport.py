@@ -19,14 +19,7 @@ from lightning_smp.errors import CommunicationError
 from lightning_smp.wire.decode import loads
 from lightning_smp.wire.encode import dumps, tensor_bytes
 
-__all__ = [
-    "BLOCK_BYTES",
-    "Gathering",
-    "all_gather_objects",
-    "broadcast_object",
-    "recv_object",
-    "send_object",
-]
+__all__ = ["BLOCK_BYTES", "all_gather_objects", "broadcast_object", "recv_object", "send_object"]
 
 BLOCK_BYTES: Final = 4096
 MAX_PAYLOAD_BYTES: Final = 1 << 33
@@ -111,53 +104,24 @@ def all_gather_objects(
         TypeError: this rank's object cannot be encoded (the others raise as well).
         CommunicationError: another rank could not encode, or a message is malformed.
     """
-    return Gathering(obj, group, device).finish()
-
-
-class Gathering:
-    """An `all_gather_objects` in two parts, between which this rank may do other work.
-
-    Collective over `group`: every rank must make one and call `finish`.
-
-    Args:
-        obj: what this rank says.
-        group: the ranks.
-        device: the one that the group's backend works on.
-    """
-
-    def __init__(
-        self, obj: object, group: dist.ProcessGroup | None = None, device: torch.device = _CPU
-    ) -> None:
-        self._obj, self._group, self._device = obj, group, device
-        self._payload = _encode(obj)
-        there: Any = group or dist.group.WORLD
-        self._blocks = [_empty(BLOCK_BYTES, device) for _ in range(there.size())]
-        # The group's own method: the checks of dist.all_gather cost as much as the message.
-        self._work = there.allgather([self._blocks], [self._payload.block(device)])
-
-    def finish(self) -> list[object]:
-        """The objects of all ranks, in the order of the group's ranks.
-
-        Raises:
-            TypeError: this rank's object cannot be encoded (the others raise as well).
-            CommunicationError: another rank could not encode, or a message is malformed.
-        """
-        self._work.wait()
-        payload = self._payload
-        ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        starts = [_read_start(block, rank) for block, rank in zip(self._blocks, ranks, strict=True)]
-        width = max(start.rest_bytes for start in starts)
-        rests = [_empty(width, self._device) for _ in ranks]
-        if width:
-            rest = _as_tensor(payload.data[_ROOM:], width, self._device)
-            dist.all_gather(rests, rest, self._group)
-        _raise_own(payload)
-        return [
-            self._obj
-            if not width and start.is_object and start.data == payload.data
-            else _finish(start, rest[: start.rest_bytes], rank)
-            for start, rest, rank in zip(starts, rests, ranks, strict=True)
-        ]
+    payload = _encode(obj)
+    there: Any = group or dist.group.WORLD
+    ranks = dist.get_process_group_ranks(there)
+    blocks = [_empty(BLOCK_BYTES, device) for _ in ranks]
+    # The group's own method: the checks of dist.all_gather cost as much as the message.
+    there.allgather([blocks], [payload.block(device)]).wait()
+    starts = [_read_start(block, rank) for block, rank in zip(blocks, ranks, strict=True)]
+    width = max(start.rest_bytes for start in starts)
+    rests = [_empty(width, device) for _ in ranks]
+    if width:
+        dist.all_gather(rests, _as_tensor(payload.data[_ROOM:], width, device), group)
+    _raise_own(payload)
+    return [
+        obj
+        if not width and start.is_object and start.data == payload.data
+        else _finish(start, rest[: start.rest_bytes], rank)
+        for start, rest, rank in zip(starts, rests, ranks, strict=True)
+    ]
 
 
 def send_object(
