@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = [
     "SegmentTracker",
     "TensorSpec",
     "fingerprint",
+    "with_segments",
     "writes_out_of_order",
 ]
 
@@ -110,9 +111,14 @@ class Edge:
     operand: int
 
     @property
+    def crosses(self) -> bool:
+        """Whether the tensor goes to another rank."""
+        return self.source[0] != self.target[0]
+
+    @property
     def is_message(self) -> bool:
         """Whether the tensor crosses ranks (and carries bytes at all)."""
-        return self.source[0] != self.target[0] and 0 not in self.spec.shape
+        return self.crosses and 0 not in self.spec.shape
 
 
 @dataclass(slots=True)
@@ -255,7 +261,7 @@ class Program:
         self.changing = frozenset(self.visits if EVERYWHERE in homes else homes)
         leaving: dict[int, list[Edge]] = {}
         for edge in self.edges:
-            if edge.source[0] != edge.target[0]:  # without elements, too: its gradient counts
+            if edge.crosses:  # without elements, too: its gradient counts
                 leaving.setdefault(edge.produced, []).append(edge)
         for ordinal, entry in enumerate(self.entries):
             entry.departures = tuple(leaving.get(ordinal, ()))
@@ -295,17 +301,22 @@ def _makes_one(entry: Entry, ordinal: int) -> bool:
     return outcome.template == ["t", 0] and leaf.same < 0 and leaf.view == -1
 
 
-def writes_out_of_order(entries: Sequence[Entry], num_ranks: int) -> bool:
+def with_segments(entries: Iterable[Entry]) -> Iterator[tuple[Entry, Counter[int]]]:
+    """Each call, and the segment that each rank is in (one counter, which goes on)."""
+    current: Counter[int] = Counter()
+    for entry in entries:
+        current.update(entry.new_segments)
+        yield entry, current
+
+
+def writes_out_of_order(entries: Iterable[Entry]) -> bool:
     """Whether a unit that writes its buffers is called in several segments of its rank.
 
     Other microbatches run between these calls, so that the buffers would be written in another
     order than when the microbatches run one after the other.
     """
-    current = [0] * num_ranks
     writers: dict[int, int] = {}
-    for entry in entries:
-        for rank in entry.new_segments:
-            current[rank] += 1
+    for entry, current in with_segments(entries):
         if entry.outcome.writes:
             segment = current[max(entry.home, 0)]
             if writers.setdefault(entry.key[0][1], segment) != segment:

@@ -155,8 +155,8 @@ def test_buffers_written_in_several_segments_lose_their_order() -> None:
         return Entry((("unit", unit, 0),), home, outcome, (), new)
 
     twice_in_one = [call(0, 0), call(0, 0), call(1, 1)]
-    assert not writes_out_of_order(twice_in_one, 2)
-    assert writes_out_of_order([call(0, 0), call(1, 1), call(0, 0, (0,))], 2)
-    assert not writes_out_of_order([call(0, 0), call(1, 1), call(2, 0, (0,))], 2)
+    assert not writes_out_of_order(twice_in_one)
+    assert writes_out_of_order([call(0, 0), call(1, 1), call(0, 0, (0,))])
+    assert not writes_out_of_order([call(0, 0), call(1, 1), call(2, 0, (0,))])
     reads = [call(0, 0), call(0, 0, (0,), writes=False)]
-    assert not writes_out_of_order(reads, 2)
+    assert not writes_out_of_order(reads)

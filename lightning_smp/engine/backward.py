@@ -85,7 +85,7 @@ class Backwards:
     def _incoming_gradient(self, run: MicrobatchRun, edge: Edge) -> torch.Tensor | None:
         if edge.is_message:
             return self.channels.take(edge.target[0], ("g", run.index, edge.index))
-        if edge.source[0] != edge.target[0]:
+        if edge.crosses:
             return empty_message(edge, self.runtime.device)  # no elements, so nothing is sent
         return run.segments[edge.target[1]].gradients.pop(edge.index, None)
 

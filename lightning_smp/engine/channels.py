@@ -105,9 +105,8 @@ class Channels:
     def post(self, stage: int, key: Hashable, spec: TensorSpec) -> None:
         """Posts the receive of the next tensor from a stage; `take` gives it by its key."""
         host = self._stages or not spec.on_run_device
-        dtype = spec.dtype
-        buffer = torch.empty(spec.shape, dtype=dtype, device=_CPU if host else self._device)
-        flat = buffer if dtype in _CARRIED else _as_bytes(buffer)
+        buffer = torch.empty(spec.shape, dtype=spec.dtype, device=_CPU if host else self._device)
+        flat = buffer if spec.dtype in _CARRIED else _as_bytes(buffer)
         group, peer = self._inward[stage]
         work = group.recv([flat], peer, 0)
         self._inbound[stage].posted.append(_Posted(key, spec, work, buffer, flat))

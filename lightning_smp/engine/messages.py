@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_smp.partitioning.costs import AtomCost
-from lightning_smp.program import EVERYWHERE, Edge, Program, SegmentNode, TensorSpec
+from lightning_smp.program import EVERYWHERE, Edge, Program, SegmentNode, TensorSpec, with_segments
 from lightning_smp.schedule import Action, Segment, SegmentGraph
 from lightning_smp.schedule import Edge as GraphEdge
 
@@ -29,15 +29,12 @@ Programs = Sequence[Program] | Mapping[int, Program]
 
 def forward_messages(program: Program) -> dict[SegmentNode, list[Edge]]:
     """For each segment, the edges it sends while it runs forward, in order."""
-    current: dict[int, int] = {}
     found: dict[SegmentNode, list[Edge]] = {}
-    for entry in program.entries:
-        for rank in entry.new_segments:
-            current[rank] = current.get(rank, 0) + 1
+    for entry, current in with_segments(program.entries):
         for edge in entry.departures:
             rank = edge.source[0]
             if edge.is_message:
-                found.setdefault((rank, current.get(rank, 0)), []).append(edge)
+                found.setdefault((rank, current[rank]), []).append(edge)
     return found
 
 
@@ -83,14 +80,11 @@ def segment_graph(
     """
     numbers = {node: number for number, node in enumerate(program.segments)}
     sums = {node: _Sums() for node in program.segments}
-    current: dict[int, int] = {}
-    for entry in program.entries:
-        for rank in entry.new_segments:
-            current[rank] = current.get(rank, 0) + 1
+    for entry, current in with_segments(program.entries):
         if entry.home != EVERYWHERE:
             unit = entry.key[0][1] if isinstance(entry.key[0], tuple) else -1
             cost = (costs or {}).get(unit)
-            sums[entry.home, current.get(entry.home, 0)].add(entry.cost, cost)
+            sums[entry.home, current[entry.home]].add(entry.cost, cost)
     senders = {program.edges[index].target for index in program.gradient_edges}
     segments = tuple(
         sums[node].segment(node[0], node in program.backward_segments, node in senders)

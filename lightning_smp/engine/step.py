@@ -51,7 +51,6 @@ class Step(Backwards):
         self.modes = ThreadModes()
         self.fibers: dict[int, Fiber] = {}
         self.host: Fiber | None = None
-        self.sent: dict[int, set[int]] = {}
         self.deviations: dict[int, tuple[int, str]] = {}
         self.row: Sequence[Action] = ()
         self.receives: Sequence[Sequence[Receive]] = ()
@@ -284,8 +283,7 @@ class Step(Backwards):
         """The value of an edge that ends here."""
         source = edge.source[0]
         if not edge.is_message:
-            device = self.runtime.device if edge.spec.on_run_device else torch.device("cpu")
-            return torch.empty(edge.spec.shape, dtype=edge.spec.dtype, device=device)
+            return empty_message(edge, self.runtime.device)  # no elements, so nothing is sent
         if run.following:
             return self.channels.take(source, ("f", run.index, edge.index))
         return self.channels.receive(source, edge.spec)

@@ -176,7 +176,8 @@ class StrategyCore(Steps):
             check_trainer(trainer, self.lightning_module, self.config, self.optimizers)
             split = self.ownership.tensor.by_parameter
             check_split_updates(self.optimizers, split, self.ownership.name_of)
-            self._norm_places = places_of(self._import("utilities.grads").grad_norm)
+            if self.deployment.norm_group is not None:  # all modules are looked through
+                self._norm_places = places_of(self._import("utilities.grads").grad_norm)
         self.setup_precision_plugin()
         for metric in find_metrics(self.lightning_module):
             # The ranks that hold the same batch hold equal states.

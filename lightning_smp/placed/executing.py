@@ -67,11 +67,7 @@ class Executing(Moving):
         if seed is None:
             return target(*args, **kwargs)
         with isolated_draws(seed, self.context.device, guard_python=target.draws_python):
-            self.in_unit = target
-            try:
-                return target.run(args, kwargs, observe=False)
-            finally:
-                self.in_unit = None
+            return _run_unit(self, target, args, kwargs)
 
     def _run_recorded(self, target: Any, args: Any, kwargs: Any, seed: int | None) -> Any:
         """Runs a call and notes whether it draws random numbers and writes buffers."""
@@ -83,11 +79,7 @@ class Executing(Moving):
             return result
         buffers = target.buffer_state()
         with isolated_draws(seed, self.context.device, guard_python=True) as draws:
-            self.in_unit = target
-            try:
-                result = target.run(args, kwargs, observe=True)
-            finally:
-                self.in_unit = None
+            result = _run_unit(self, target, args, kwargs, observe=True)
             self.wrote = buffers != target.buffer_state()
             self.drew = draws.used()
             target.draws_python |= draws.used_python()
@@ -113,8 +105,15 @@ class Executing(Moving):
         if seed is None:
             return target(*args, **kwargs)
         with isolated_draws(seed, self.context.device, guard_python=True):
-            replay.in_unit = target
-            try:
-                return target.run(args, kwargs, observe=False)
-            finally:
-                replay.in_unit = None
+            return _run_unit(replay, target, args, kwargs)
+
+
+def _run_unit(
+    caller: Any, unit: UnitEntry, args: Any, kwargs: Any, *, observe: bool = False
+) -> Any:
+    """Runs a unit's own code, whose calls the caller, a run or a replay, leaves alone."""
+    caller.in_unit = unit
+    try:
+        return unit.run(args, kwargs, observe=observe)
+    finally:
+        caller.in_unit = None

@@ -14,7 +14,7 @@ from lightning_smp.placed.places import ABSENT
 from lightning_smp.placed.run_state import RunState
 from lightning_smp.placed.tensor import Value, spec_of
 from lightning_smp.placed.units import UnitEntry
-from lightning_smp.program import EVERYWHERE, Edge
+from lightning_smp.program import EVERYWHERE, Edge, Entry
 
 __all__ = ["Moving"]
 
@@ -124,6 +124,13 @@ class Moving(RunState):
         value.segments[rank] = target[1]
         return edge
 
+    def begin_segments(self, entry: Entry) -> None:
+        """Starts the segments, here and elsewhere, that begin with a followed call."""
+        for rank in entry.new_segments:
+            self.tracker.current[rank] += 1
+            if rank == self.rank:
+                self.enter_segment()
+
     def enter_segment(self) -> None:
         """Starts this rank's next segment; the engine may do other work first."""
         self.segments[len(self.segments)] = Segment()
@@ -147,7 +154,7 @@ class Moving(RunState):
 
     def arrive(self, value: Value, edge: Edge) -> None:
         """Takes the tensor of an edge that ends here."""
-        is_carried = edge.source[0] == edge.target[0]
+        is_carried = not edge.crosses
         if is_carried:
             tensor = _one_tensor(value)
             self.segments[edge.source[1]].carry(edge.index, tensor, value.index)

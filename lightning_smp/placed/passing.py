@@ -11,8 +11,6 @@ from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 from weakref import getweakrefcount
 
-import torch
-
 from lightning_smp.placed.places import has_nested_tensors
 from lightning_smp.placed.ready import UNHELD, ReadyCall
 from lightning_smp.placed.structure import build
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
     from lightning_smp.placed.run import MicrobatchRun
 
 __all__ = ["PassedCall"]
-
-_CPU = torch.device("cpu")
 
 
 class PassedCall(ReadyCall):
@@ -60,8 +56,7 @@ class PassedCall(ReadyCall):
         return not ((is_tied or entry.arrivals) and has_nested_tensors(entry.key))
 
     def _finish(self, run: MicrobatchRun, args: tuple[Any, ...]) -> Any:
-        for rank in self.entry.new_segments:
-            run.tracker.current[rank] += 1
+        run.begin_segments(self.entry)
         for index, node in self._moves:
             args[index]._value.note_copy(*node)
         if self.entry.makes_one:
@@ -106,9 +101,7 @@ class PassedCall(ReadyCall):
             return tensor
         value = Value(run.mark, place, home, node)
         value.produced = self.position
-        spec = self.specs[ordinal]
-        device = run.context.device if spec.on_run_device else _CPU
-        lane[place] = tensor = PlacedTensor(spec, device, value)
+        lane[place] = tensor = run.placeholder(self.specs[ordinal], value)
         return tensor
 
 

@@ -85,7 +85,7 @@ class Results(Executing):
             if real is not None:
                 value.local = real[ordinal]
             made[value.index] = value
-            tensor = self._placeholder(leaf.spec, value)
+            tensor = self.placeholder(leaf.spec, value)
             if real is None and self.following:
                 self.lane[value.index] = tensor
             leaves.append(tensor)
@@ -108,7 +108,8 @@ class Results(Executing):
             self._note_segments(value, home)
         return value
 
-    def _placeholder(self, spec: TensorSpec, value: Value) -> PlacedTensor:
+    def placeholder(self, spec: TensorSpec, value: Value) -> PlacedTensor:
+        """A new tensor that stands for a value in the step's own code."""
         device = self.context.device if spec.on_run_device else _CPU
         return PlacedTensor(spec, device, value)
 

@@ -83,10 +83,7 @@ class MicrobatchRun(Results):
         self, entry: Entry, position: int, target: Any, args: Any, kwargs: Any, operands: Operands
     ) -> Any:
         me = self.rank
-        for rank in entry.new_segments:
-            self.tracker.current[rank] += 1
-            if rank == me:
-                self.enter_segment()
+        self.begin_segments(entry)
         if entry.departures and entry.departures[0].consumed == position:
             self._depart_parameters(entry, position, operands)
         for edge in entry.arrivals:
@@ -276,7 +273,7 @@ class MicrobatchRun(Results):
             index for index, group, version in self.sent_versions if group.version != version
         )
         program.seal()
-        self.dynamic |= writes_out_of_order(self.entries, self.num_ranks)
+        self.dynamic |= writes_out_of_order(self.entries)
 
     def begin_backward(self, loss: PlacedTensor, gradient: Any) -> None:
         """A backward inside the step begins."""

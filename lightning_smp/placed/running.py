@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OwnCall"]
 
-_CPU = torch.device("cpu")
-
 
 class OwnCall(ReadyCall):
     """One call of a program that this rank runs; arguments as of `ReadyCall`."""
@@ -46,10 +44,7 @@ class OwnCall(ReadyCall):
 
     def _finish(self, run: MicrobatchRun, args: tuple[Any, ...]) -> Any:
         entry, target, rank = self.entry, self.target, run.rank
-        for other in entry.new_segments:
-            run.tracker.current[other] += 1
-            if other == rank:
-                run.enter_segment()
+        run.begin_segments(entry)
         for index, edge in self._arrivals:
             value = args[index]._value
             run.arrive(value, edge)
@@ -81,4 +76,4 @@ class OwnCall(ReadyCall):
             run.send(value, edge)
         if run.region is not None:
             run.region.append((self.entry, seed, None))
-        return PlacedTensor(spec, run.context.device if spec.on_run_device else _CPU, value)
+        return run.placeholder(spec, value)

@@ -25,6 +25,7 @@ from tests.support.launch import RankFailure, run_ranks
 __all__ = [
     "FEATURES",
     "Bench",
+    "GradientWatcher",
     "Layout",
     "Model",
     "Results",
@@ -240,3 +241,16 @@ class Model(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+class GradientWatcher(Model):
+    """Records the gradients there are, where a hook says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, Tensor]] = []
+
+    def look(self) -> None:
+        """Records the gradients there are."""
+        named = self.named_parameters()
+        self.seen.append({name: p.grad.clone() for name, p in named if p.grad is not None})

@@ -13,7 +13,15 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.lightning.contract import Bench, Layout, Model, Results, assert_close, weights
+from tests.lightning.contract import (
+    Bench,
+    GradientWatcher,
+    Layout,
+    Model,
+    Results,
+    assert_close,
+    weights,
+)
 
 pytestmark = pytest.mark.timeout(300)  # the ranks of all scenarios start in one test
 
@@ -21,21 +29,12 @@ _TIGHT = {"rtol": 1e-10, "atol": 1e-13}
 Seen = dict[str, Tensor]
 
 
-class Watched(Model):
+class Watched(GradientWatcher):
     """Records gradients where the strategy cannot know better: after backward, before the step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Seen] = []
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
         return super().loss((x.to(self.head.weight.dtype), y))
-
-    def look(self) -> None:
-        """Records the gradients there are."""
-        named = self.named_parameters()
-        self.seen.append({name: p.grad.clone() for name, p in named if p.grad is not None})
 
     def on_after_backward(self) -> None:
         self.look()

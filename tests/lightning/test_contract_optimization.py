@@ -10,7 +10,16 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
-from tests.lightning.contract import Bench, Layout, Model, Results, assert_close, loader, weights
+from tests.lightning.contract import (
+    Bench,
+    GradientWatcher,
+    Layout,
+    Model,
+    Results,
+    assert_close,
+    loader,
+    weights,
+)
 
 pytestmark = pytest.mark.timeout(300)  # the ranks of all scenarios start in one test
 
@@ -94,28 +103,20 @@ class ClipsItself(Model):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
 
 
-class WatchesGradients(Model):
+class WatchesGradients(GradientWatcher):
     """Records the gradients that each hook around the backward sees."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def _look(self) -> None:
-        named = self.named_parameters()
-        self.seen.append({name: p.grad.clone() for name, p in named if p.grad is not None})
-
     def on_before_zero_grad(self, optimizer: Any) -> None:
-        self._look()
+        self.look()
 
     def on_before_backward(self, loss: Tensor) -> None:
-        self._look()
+        self.look()
 
     def on_after_backward(self) -> None:
-        self._look()
+        self.look()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self._look()
+        self.look()
 
 
 class LogsNorms(Model):

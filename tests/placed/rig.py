@@ -25,7 +25,7 @@ from lightning_smp.placed.structure import iter_tensors, map_tensors
 from lightning_smp.placed.tensor import PlacedTensor
 from tests.support.launch import gloo_group
 
-__all__ = ["Case", "Rig", "check_case", "run_cases", "samples"]
+__all__ = ["Case", "Rig", "caught", "check_case", "run_cases", "samples"]
 
 _WHEN_FOLLOWED = 2  # at the end of the schedule, and to fetch the results
 
@@ -234,6 +234,15 @@ def _compare_gradients(rig: Rig, whole: nn.Module, number: int) -> None:
             if parameter.grad is not None:
                 parameter -= 0.1 * parameter.grad
                 parameter.grad = None
+
+
+def caught(call: Callable[[], Any]) -> str:
+    """The error of a call, whose text the test is about; empty if there is none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def run_cases(rank: int, world_size: int, cases: Mapping[str, Case]) -> dict[str, str]:

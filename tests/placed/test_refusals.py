@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smp.placed.random import seed_everywhere
-from tests.placed.rig import Rig, samples
+from tests.placed.rig import Rig, caught, samples
 from tests.placed.steps import HALVES, Chain, chain_loss
 from tests.support.launch import gloo_group, run_ranks
 
@@ -128,8 +128,8 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
         messages["kept over steps"] = _message(_rig(Chain), keep, 2)
         rig = _rig(Chain)
         result = rig.raw(chain_loss, samples(1, 2)[0])[0]
-        messages["result used"] = _caught(lambda: result + 1)
-        messages["unit outside"] = _caught(lambda: rig.module.d(torch.ones(2, 4)))
+        messages["result used"] = caught(lambda: result + 1)
+        messages["unit outside"] = caught(lambda: rig.module.d(torch.ones(2, 4)))
         messages["result shown"] = repr(result)
     return messages
 
@@ -140,15 +140,7 @@ def _rig(make: Callable[[], nn.Module]) -> Rig:
 
 
 def _message(rig: Rig, step: Callable[..., Any], num_steps: int = 1) -> str:
-    return _caught(lambda: [rig.train(step, part) for part in samples(num_steps, 2)])
-
-
-def _caught(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return caught(lambda: [rig.train(step, part) for part in samples(num_steps, 2)])
 
 
 @pytest.fixture(scope="module")
