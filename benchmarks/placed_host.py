@@ -82,6 +82,7 @@ def _followed(module: LanguageModel, engine: PipelineEngine, piece: Tensor) -> C
     def forward() -> None:
         context = StepContext(runtime, alone, engine.control, alone, (0,))  # type: ignore[arg-type]
         run = MicrobatchRun(context, 0)
+        runs = []
         with outer_patches(run):
             for index in range(_MICROBATCHES):
                 run = MicrobatchRun(context, index)
@@ -92,6 +93,9 @@ def _followed(module: LanguageModel, engine: PipelineEngine, piece: Tensor) -> C
                 runtime.activate(former)
                 assert run.following
                 assert run.position == len(run.entries)
+                runs.append(run)
+            for run in runs:
+                run.close()
 
     return forward
 

@@ -99,6 +99,10 @@ class Edge:
         consumed: ordinal of the call that needs it.
         spec: what is sent.
         operand: which operand of the consuming call it is.
+
+    Attributes:
+        crosses: whether the tensor goes to another rank.
+        is_message: whether it crosses ranks (and carries bytes at all).
     """
 
     index: int
@@ -109,16 +113,13 @@ class Edge:
     consumed: int
     spec: TensorSpec
     operand: int
+    crosses: bool = field(init=False, compare=False, repr=False)
+    is_message: bool = field(init=False, compare=False, repr=False)
 
-    @property
-    def crosses(self) -> bool:
-        """Whether the tensor goes to another rank."""
-        return self.source[0] != self.target[0]
-
-    @property
-    def is_message(self) -> bool:
-        """Whether the tensor crosses ranks (and carries bytes at all)."""
-        return self.crosses and 0 not in self.spec.shape
+    def __post_init__(self) -> None:
+        crosses = self.source[0] != self.target[0]
+        object.__setattr__(self, "crosses", crosses)
+        object.__setattr__(self, "is_message", crosses and 0 not in self.spec.shape)
 
 
 @dataclass(slots=True)

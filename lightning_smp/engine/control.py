@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_smp.errors import CommunicationError
-from lightning_smp.wire import all_gather_objects, broadcast_object
+from lightning_smp.wire import Meeting, all_gather_objects, broadcast_object
 
 __all__ = ["Control"]
 
@@ -24,6 +24,7 @@ class Control:
     def __init__(self, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
         self._ranks = ranks
         self._group = group
+        self._meeting = Meeting(group)
         self._broadcasts = [_from(dist.get_group_rank(group, rank)) for rank in ranks]
 
     def publish(self, obj: Any, stage: int) -> Any:
@@ -37,6 +38,20 @@ class Control:
     def agree(self, obj: Any) -> list[Any]:
         """Returns every stage's object, by stage. Collective over pp: all must call."""
         return all_gather_objects(obj, self._group)
+
+    def meet_at(self, point: str, state: int, said: bytes) -> list[bytes] | None:
+        """What each stage says, by stage, if all are at the same point in one state; else None.
+
+        Much cheaper than `agree_at`, which all stages must call next if this is None; a stage that
+        knows it from the start, or is somewhere else, calls `agree_at` at once. Collective over
+        pp: all must call one of the two.
+
+        Args:
+            point: where in the step this stage is, in words.
+            state: what must be equal on all stages.
+            said: a few bytes.
+        """
+        return self._meeting.meet(f"{point} {state}".encode(), said)
 
     def agree_at(self, point: str, obj: Any = None) -> list[Any]:
         """Returns every stage's object, by stage. Collective over pp: all must call.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 
 import torch
 
@@ -32,22 +33,22 @@ class Fetching:
         self._rank = rank
         self._control = control
         self._asked: list[torch.Tensor] = []
-        self._told: list[bytes | None] = []
+        self._told: list[bytes] = []
 
-    def offer(self, tensors: Sequence[torch.Tensor]) -> bytes | None:
-        """The numbers of those tensors that live here, if they are few; else None.
+    def offer(self, tensors: Sequence[torch.Tensor]) -> bytes:
+        """The numbers of those tensors that live here, if they are few; else nothing.
 
         Args:
             tensors: what `fetch` will be called with, on all ranks.
         """
         self._asked = list(tensors)
         mine = [tensor for tensor in tensors if _home(tensor) == self._rank]
+        if not mine or sum(map(_num_bytes, mine)) > _MOST_BYTES:
+            return b""
         with torch._C.DisableTorchFunctionSubclass():
-            if sum(tensor.numel() * tensor.element_size() for tensor in mine) > _MOST_BYTES:
-                return None
-            return tensor_bytes(_joined(mine)) if mine else b""
+            return tensor_bytes(_joined(mine))
 
-    def accept(self, offers: Sequence[bytes | None]) -> None:
+    def accept(self, offers: Sequence[bytes]) -> None:
         """Takes what all ranks have offered, by stage."""
         self._told = list(offers)
 
@@ -57,75 +58,83 @@ class Fetching:
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The numbers of placed tensors on every rank. Collective over pp."""
+        told, asked = self._told, self._asked
+        self.forget()
+        if len(tensors) != len(asked) or not all(map(is_, tensors, asked)):
+            told = []
         by_home: dict[int, list[int]] = {}
         for ordinal, tensor in enumerate(tensors):
-            home = _home(tensor)
-            if home != EVERYWHERE:
-                by_home.setdefault(home, []).append(ordinal)
-        is_offered = len(tensors) == len(self._asked) and all(
-            one is other for one, other in zip(tensors, self._asked, strict=True)
-        )
-        told = self._told if is_offered else []
-        found: dict[int, torch.Tensor] = {}
-        for home, ordinals in sorted(by_home.items()):
-            known = told[home] if told else None
-            numbers = self._shared([tensors[k] for k in ordinals], home, known)
-            found.update(zip(ordinals, numbers, strict=True))
-        self.forget()
-        return [self._fetched(tensor, found.get(k)) for k, tensor in enumerate(tensors)]
+            by_home.setdefault(_home(tensor), []).append(ordinal)
+        found = list(tensors)
+        with torch._C.DisableTorchFunctionSubclass():
+            for home, ordinals in sorted(by_home.items()):
+                asked = [tensors[ordinal] for ordinal in ordinals]
+                if home == EVERYWHERE:
+                    numbers = [_local(tensor).detach() for tensor in asked]
+                else:
+                    numbers = self._shared(asked, home, told[home] if told else b"")
+                for ordinal, tensor in zip(ordinals, numbers, strict=True):
+                    found[ordinal] = tensor
+        return found
 
-    def _shared(
-        self, tensors: list[torch.Tensor], home: int, known: bytes | None
-    ) -> list[torch.Tensor]:
+    def _shared(self, tensors: list[torch.Tensor], home: int, known: bytes) -> list[torch.Tensor]:
         """Tensors of one home in one message; every rank knows their types and shapes."""
-        with torch._C.DisableTorchFunctionSubclass():
-            sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-            if home == self._rank:
-                if known is None and sum(sizes):
-                    self._control.share(_joined(tensors), home)
-                return tensors  # `_fetched` takes what is here
-            if known is not None:
-                message = torch.frombuffer(bytearray(known) or bytearray(1), dtype=torch.uint8)
-                message = message[: len(known)]
-            else:
-                message = torch.empty(sum(sizes), dtype=torch.uint8)
-                if sum(sizes):
-                    self._control.share(message, home)
-            return _divided(message, tensors, sizes)
-
-    def _fetched(self, tensor: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
-        if not isinstance(tensor, PlacedTensor):
-            return tensor.detach()
-        value = tensor._value
-        if value.home in (self._rank, EVERYWHERE):
-            assert value.local is not None
-            return value.local.detach()
-        assert found is not None
-        with torch._C.DisableTorchFunctionSubclass():
-            return found.to(tensor.device)
+        sizes = list(map(_num_bytes, tensors))
+        total = sum(sizes)
+        is_known = len(known) == total
+        if home == self._rank:
+            if not is_known:
+                self._control.share(_joined(tensors), home)
+            return [_local(tensor).detach() for tensor in tensors]
+        message = torch.frombuffer(bytearray(known or max(total, 1)), dtype=torch.uint8)[:total]
+        if not is_known:
+            self._control.share(message, home)
+        return _divided(message, tensors, sizes)
 
 
 def _home(tensor: torch.Tensor) -> int:
     return tensor._value.home if isinstance(tensor, PlacedTensor) else EVERYWHERE
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor that lives here, or everywhere."""
+    if not isinstance(tensor, PlacedTensor):
+        return tensor
+    local = tensor._value.local
+    assert local is not None
+    return local
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.shape.numel() * tensor.dtype.itemsize
+
+
+def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all tensors have one type, shape and device, as losses have."""
+    first = tensors[0]
+    shape, dtype, device = first.shape, first.dtype, first.device
+    return all([t.shape == shape and t.dtype is dtype and t.device == device for t in tensors[1:]])
+
+
 def _divided(
     message: torch.Tensor, tensors: Sequence[torch.Tensor], sizes: list[int]
 ) -> list[torch.Tensor]:
-    """The parts of a message, with the types and shapes of these tensors."""
+    """The parts of a message, with the types, shapes and devices of these tensors."""
     first = tensors[0]
-    if all(t.dtype is first.dtype and t.shape == first.shape for t in tensors):  # losses are alike
-        return list(message.view(first.dtype).view(len(tensors), *first.shape).unbind())
+    if _are_alike(tensors):
+        numbers = message.view(first.dtype).view(len(tensors), *first.shape)
+        return list(numbers.to(first.device).unbind())
     return [
-        part.clone().view(tensor.dtype).view(tensor.shape)  # copied, since a type must be aligned
+        # copied, since a type must be aligned
+        part.clone().view(tensor.dtype).view(tensor.shape).to(tensor.device)
         for part, tensor in zip(message.split(sizes), tensors, strict=True)
     ]
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The bytes of placed tensors that live here, on the host."""
-    parts = []
-    for tensor in tensors:
-        local = tensor._value.local  # type: ignore[attr-defined]
-        parts.append(local.detach().contiguous().view(-1).view(torch.uint8))
-    return torch.cat(parts).cpu()
+    parts = list(map(_local, tensors))
+    if _are_alike(parts):
+        return torch.stack(parts).detach().cpu().view(-1).view(torch.uint8)
+    flat = [part.detach().contiguous().view(-1).view(torch.uint8) for part in parts]
+    return torch.cat(flat).cpu()

@@ -31,6 +31,8 @@ class StepPlan:
         roots: for a step that notes itself what its backward starts from: on a single stage, where
             it puts the gradient edges of a microbatch and their gradients.
         keeps_graphs: on a single stage, results keep their graphs.
+        inputs: for each microbatch the plain tensors that it is given, where its spec tells all of
+            their types, shapes and whether they require gradients; ``()`` if it does not.
     """
 
     name: str
@@ -45,3 +47,4 @@ class StepPlan:
     on_final: Callable[[list[nn.Parameter]], None] | None = None
     roots: list[tuple[Any, torch.Tensor]] | None = None
     keeps_graphs: bool = False
+    inputs: Sequence[Sequence[torch.Tensor]] = ()

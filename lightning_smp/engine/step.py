@@ -63,8 +63,8 @@ class Step(Backwards):
         """Runs the step; returns what the bodies returned."""
         plan, engine = self.plan, self.engine
         recorded = self._choose_recorded()
-        for m in range(len(plan.bodies)):
-            self.runs.append(MicrobatchRun(self.context, m))
+        inputs = plan.inputs or [()] * len(plan.bodies)
+        self.runs += [MicrobatchRun(self.context, m, given) for m, given in enumerate(inputs)]
         for m in recorded:
             self._record(m)
         self._learn(recorded)
@@ -168,12 +168,15 @@ class Step(Backwards):
         """All schedules are done: compares deviations and the replicated random stream."""
         self.settled = True
         self.channels.drain()
-        mine = [
-            sorted((m, *what) for m, what in self.deviations.items()),
-            digest_draws(self.runtime.device),
-            self._offer(),
-        ]
-        reports = self.control.agree_at("the end of the step", mine)
+        point, draws, offer = "the end of the step", digest_draws(self.runtime.device), None
+        if not self.deviations:
+            offer = self._offer()
+            told = self.control.meet_at(point, draws, offer)
+            if told is not None:
+                self.engine.fetching.accept(told)
+                return
+        mine = [sorted((m, *what) for m, what in self.deviations.items()), draws, offer]
+        reports = self.control.agree_at(point, mine)
         if any(report[0] != reports[0][0] for report in reports):
             raise CommunicationError(_describe_split([report[0] for report in reports]))
         if any(report[1] != reports[0][1] for report in reports):
@@ -185,11 +188,10 @@ class Step(Backwards):
         if not self.deviations:
             self.engine.fetching.accept([report[2] for report in reports])
 
-    def _offer(self) -> bytes | None:
+    def _offer(self) -> bytes:
         """What the others will ask for, where it is known already."""
-        if self.deviations or self.plan.wanted is None:
-            return None
-        return self.engine.fetching.offer(self.plan.wanted(self.results))
+        wanted = self.plan.wanted
+        return self.engine.fetching.offer([] if wanted is None else wanted(self.results))
 
     def _finish_deviated(self) -> None:
         """Forwards that left their programs go on call by call, then their backwards."""
@@ -219,12 +221,13 @@ class Step(Backwards):
         """The user's step for one microbatch, from its first call to its last."""
         run = self.runs[m]
         plan = self.plan
-        former = self.runtime.activate(run)
+        thread = self.runtime.thread
+        former, thread.run = thread.run, run
         try:
             with OuterMode(run):
                 result = self.results[m] = plan.bodies[m]()
         finally:
-            self.runtime.activate(former)
+            thread.run = former
         if plan.loss_of is not None:
             assert plan.loss_seed is not None
             loss = plan.loss_of(result)

@@ -138,7 +138,10 @@ class Segment:
 
 def _gradient_edge(tensor: torch.Tensor) -> GradientEdge:
     """Where the tensor's gradient is put in."""
-    if tensor.grad_fn is None and tensor._is_view():  # made in a `no_grad` block: it ends there
+    node = tensor.grad_fn
+    if node is not None and not isinstance(node, torch._C._FunctionBase):
+        return GradientEdge(node, tensor.output_nr)  # by far the most common case
+    if node is None and tensor._is_view():  # made in a `no_grad` block: it ends there
         tensor = tensor.detach().requires_grad_()
     return get_gradient_edge(tensor)
 

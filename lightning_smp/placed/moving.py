@@ -10,7 +10,6 @@ from lightning_smp.errors import UnsupportedError
 from lightning_smp.placed.autograd import Segment
 from lightning_smp.placed.functions import function_name
 from lightning_smp.placed.operands import Operands
-from lightning_smp.placed.places import ABSENT
 from lightning_smp.placed.run_state import RunState
 from lightning_smp.placed.tensor import Value, spec_of
 from lightning_smp.placed.units import UnitEntry
@@ -120,8 +119,8 @@ class Moving(RunState):
             self.send(value, edge)
         if rank == self.rank:
             self.arrive(value, edge)
-        value.holders[rank] = value.group.version
-        value.segments[rank] = target[1]
+        else:
+            value.note_copy(rank, target[1])
         return edge
 
     def begin_segments(self, entry: Entry) -> None:
@@ -152,8 +151,14 @@ class Moving(RunState):
             copy = not self.following or edge.index in self.program.copied_edges
             self.context.channels.send(tensor, edge.target[0], copy=copy)
 
+    def take_in(self, tensor: torch.Tensor, value: Value, edge: Edge) -> None:
+        """An operand of a followed call arrives; its placeholder, if in the lane, is lent."""
+        if value.local is None and value.index >= 0 and self.lane[value.index] is tensor:
+            self.lent.append(tensor)
+        self.arrive(value, edge)
+
     def arrive(self, value: Value, edge: Edge) -> None:
-        """Takes the tensor of an edge that ends here."""
+        """Takes the tensor of an edge that ends here, the value's present version."""
         is_carried = not edge.crosses
         if is_carried:
             tensor = _one_tensor(value)
@@ -166,14 +171,15 @@ class Moving(RunState):
             segment = self.segments[edge.target[1]]
             payload = segment.enter(edge.index, payload, is_shared=is_carried, is_fixed=is_fixed)
         value.local = payload
-        if self.following and value.index >= 0:  # only the step's own code keeps numbers alive
-            self.lane[value.index] = ABSENT
+        value.note_copy(self.rank, edge.target[1])
 
 
 def _one_tensor(value: Value) -> torch.Tensor:
     """This rank's tensor, made whole if it stands for parts on several ranks."""
     tensor = value.local
     assert tensor is not None
+    if type(tensor) is torch.Tensor:
+        return tensor
     whole = getattr(type(tensor), "smp_whole", None)
     if whole is not None:
         value.local = tensor = whole(tensor)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch._C import _pop_torch_function_stack, _push_on_torch_function_stack
+from torch.overrides import TorchFunctionMode
 
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.placed.checkpointing import checkpoint_generator
@@ -47,11 +48,11 @@ class OuterMode(TorchFunctionMode):
 
     def __enter__(self) -> OuterMode:
         self.run.begin()
-        _push_mode(self)
+        _push_on_torch_function_stack(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _pop_mode()
+        _pop_torch_function_stack()
         self.run.end()
 
     def __torch_function__(

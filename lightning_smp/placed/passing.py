@@ -7,14 +7,12 @@ the result of such a call is a placeholder, and no more is done.
 
 from __future__ import annotations
 
-from sys import getrefcount
 from typing import TYPE_CHECKING, Any
-from weakref import getweakrefcount
 
 from lightning_smp.placed.places import has_nested_tensors
-from lightning_smp.placed.ready import UNHELD, ReadyCall
+from lightning_smp.placed.ready import ReadyCall
 from lightning_smp.placed.structure import build
-from lightning_smp.placed.tensor import SPOILT, PlacedTensor, Value
+from lightning_smp.placed.tensor import PlacedTensor
 from lightning_smp.program import EVERYWHERE, Entry
 
 if TYPE_CHECKING:
@@ -82,27 +80,6 @@ class PassedCall(ReadyCall):
                 tensor._value.join(on._value if type(on) is PlacedTensor else None)
             leaves.append(tensor)
         return build(self.entry.outcome.template, leaves, [])
-
-    def _stand_in(self, run: MicrobatchRun, ordinal: int) -> PlacedTensor:
-        """The placeholder of a tensor of the result: that of an earlier microbatch, or a new one.
-
-        Args:
-            run: the microbatch.
-            ordinal: which of the tensors that the call makes.
-        """
-        home, place, lane = self.entry.home, self.value + ordinal, run.lane
-        node = run.tracker.node(home)
-        tensor: PlacedTensor = lane[place]
-        is_free = getrefcount(tensor) == UNHELD and not getweakrefcount(tensor)
-        if is_free and tensor._value.wear < SPOILT:
-            value = tensor._value
-            value.mark = run.mark
-            value.renew(home, node, self.position)
-            return tensor
-        value = Value(run.mark, place, home, node)
-        value.produced = self.position
-        lane[place] = tensor = run.placeholder(self.specs[ordinal], value)
-        return tensor
 
 
 def _has_objects(template: Any) -> bool:

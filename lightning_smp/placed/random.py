@@ -12,9 +12,12 @@ import ctypes
 import random
 import sys
 import zlib
+from functools import cache
 from typing import Any
 
 import torch
+
+from lightning_smp.wire.encode import tensor_bytes
 
 __all__ = [
     "SEED_START",
@@ -105,29 +108,61 @@ def digest_draws(device: torch.device) -> int:
     digest = digest_torch_draws(device)
     numpy_random = _numpy_random()
     if numpy_random is not None:
-        digest = zlib.crc32(_numpy_bytes(numpy_random), digest)
-    return mix_seed(digest, hash(random.getstate()[1]))
+        digest = zlib.crc32(_numpy_words(numpy_random), digest)
+    return _digest_python_draws(digest)
 
 
 def digest_torch_draws(device: torch.device) -> int:
     """The same for torch's generators only."""
-    digest = zlib.crc32(_torch_bytes(torch.default_generator))
+    digest = zlib.crc32(tensor_bytes(torch.default_generator.get_state()))
     if device.type == "cuda":
-        digest = zlib.crc32(_torch_bytes(_cuda_generator(device)), digest)
+        digest = zlib.crc32(tensor_bytes(_cuda_generator(device).get_state()), digest)
     return digest
 
 
-def _torch_bytes(generator: torch.Generator) -> bytes:
-    return generator.get_state().numpy().tobytes()
+# Python and NumPy make their states number by number, which costs up to 160 microseconds. The same
+# memory can be read: the 624 words of a Mersenne twister and the position among them.
+_Words = ctypes.c_uint32 * 625
 
 
-def _numpy_bytes(numpy_random: Any) -> bytes:
+def _numpy_words(numpy_random: Any) -> Any:
     generator = numpy_random.get_bit_generator()
     if type(generator).__name__ != "MT19937":
         return repr(generator.state).encode()
-    # NumPy makes its `state` number by number, which costs 160 microseconds; this is the same
-    # memory: 624 words and the position among them.
-    return ctypes.string_at(generator.ctypes.state_address, 625 * 4)
+    return _Words.from_address(generator.ctypes.state_address)
+
+
+def _digest_python_draws(digest: int) -> int:
+    generator = getattr(random.getstate, "__self__", None)  # the hidden one of the module
+    offset = _offset_of_words()
+    if type(generator) is random.Random and offset is not None:
+        digest = zlib.crc32(_Words.from_address(id(generator) + offset), digest)
+        waiting = generator.gauss_next  # type: ignore[attr-defined]
+    else:
+        _, (*words, position), waiting = random.getstate()
+        digest = zlib.crc32(_Words(position, *words), digest)
+    return digest if waiting is None else zlib.crc32(repr(waiting).encode(), digest)
+
+
+@cache
+def _offset_of_words() -> int | None:
+    """Where in memory a generator of Python keeps its position and its words.
+
+    None if this Python does not keep them right behind the object's header, as CPython does: a
+    generator is asked for its state, and the memory must say the same.
+    """
+    offset = object.__basicsize__
+    compiled = random.Random.__base__
+    room = 0 if compiled is None else compiled.__basicsize__
+    if sys.implementation.name != "cpython" or room < offset + ctypes.sizeof(_Words):
+        return None
+    probe = random.Random(SEED_START)
+    for _ in range(2):
+        probe.random()
+        *words, position = probe.getstate()[1]
+        if list(_Words.from_address(id(probe) + offset)) != [position, *words]:
+            return None
+    return offset
 
 
 def seed_everywhere(seed: int, device: torch.device) -> None:

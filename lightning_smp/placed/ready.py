@@ -10,8 +10,12 @@ from elsewhere (a mask, a cache), which is filled when the object has been looke
 arguments are settled by one ``is``. Where that fails, they are compared with the keys that the
 program has of them, and where that says no, the call goes the long way.
 
-A lane outlives its microbatch: the next one that starts uses the same placeholders again, where
-nobody holds them any more. Several microbatches in flight have a lane each.
+A lane outlives its microbatch: in the next step another one uses the same placeholders again, where
+nobody holds them any more. Each microbatch of a step has a lane of its own.
+
+Those of a lane that are real on this rank are lent: the lane would keep their numbers alive, so
+these are taken back where the step's own code holds the placeholder no more (`take_back`). A
+placeholder in its lane is in the list of those that are lent if and only if it has numbers.
 """
 
 from __future__ import annotations
@@ -25,14 +29,14 @@ import torch
 
 from lightning_smp.placed.operands import fits
 from lightning_smp.placed.places import ABSENT, is_tensor
-from lightning_smp.placed.tensor import AS_NEW
+from lightning_smp.placed.tensor import AS_NEW, SPOILT, PlacedTensor, Value
 from lightning_smp.program import Entry
 
 if TYPE_CHECKING:
     from lightning_smp.placed.places import Places
     from lightning_smp.placed.run import MicrobatchRun
 
-__all__ = ["NOTHING", "UNHELD", "ReadyCall"]
+__all__ = ["NOTHING", "ReadyCall", "take_back"]
 
 _is_grad_enabled = torch.is_grad_enabled
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
@@ -48,6 +52,22 @@ UNHELD = _count_unheld([object()])
 
 It depends on Python's release whether the argument of the count is one of them.
 """
+
+_LENT = UNHELD + 1
+"""The same for one that is also in the list of those that are lent."""
+
+
+def take_back(run: MicrobatchRun) -> None:
+    """Frees the numbers of lent placeholders that the step's own code holds no more."""
+    kept = []
+    for tensor in run.lent:
+        if getrefcount(tensor) > _LENT:
+            kept.append(tensor)
+        elif getweakrefcount(tensor):
+            run.lane[tensor._value.index] = ABSENT  # so that it ends as it would on one device
+        else:
+            tensor._value.local = None
+    run.lent = kept
 
 
 class ReadyCall:
@@ -133,6 +153,27 @@ class ReadyCall:
     def _finish(self, run: MicrobatchRun, args: tuple[Any, ...]) -> Any:
         """What is left to do for the call, whose arguments are as expected."""
         raise NotImplementedError
+
+    def _stand_in(self, run: MicrobatchRun, ordinal: int) -> PlacedTensor:
+        """The placeholder of a tensor of the result: that of an earlier microbatch, or a new one.
+
+        Args:
+            run: the microbatch.
+            ordinal: which of the tensors that the call makes.
+        """
+        home, place, lane = self.entry.home, self.value + ordinal, run.lane
+        node = run.tracker.node(home)
+        tensor: PlacedTensor = lane[place]
+        is_free = getrefcount(tensor) == UNHELD and not getweakrefcount(tensor)
+        if is_free and tensor._value.wear < SPOILT:
+            value = tensor._value
+            value.mark = run.mark
+            value.renew(home, node, self.position)
+            return tensor
+        value = Value(run.mark, place, home, node)
+        value.produced = self.position
+        lane[place] = tensor = run.placeholder(self.specs[ordinal], value)
+        return tensor
 
 
 class _Nothing(ReadyCall):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lightning_smp.placed.passing import PassedCall
 from lightning_smp.placed.places import Places
@@ -25,6 +27,9 @@ class Route:
         program: the program.
         rank: the rank.
         units: the units by ordinal.
+
+    Attributes:
+        first: the first call; `NOTHING` if it must go the long way.
     """
 
     def __init__(self, program: Program, rank: int, units: Mapping[int, UnitEntry]) -> None:
@@ -42,22 +47,47 @@ class Route:
         for call, following in pairwise(self._calls):
             if call is not NOTHING:
                 call.following = following
+        self.first = self._calls[0]
         self._fresh, self._filled = places.lane(), places.filled()
         self._lanes: list[list[Any]] = []
+        self._inputs: list[tuple[int, int]] | None = None
 
     def at(self, position: int) -> ReadyCall:
         """The call at this position of the program; `NOTHING` if it must go the long way."""
         return self._calls[position]
 
-    def enter(self) -> list[Any]:
-        """A lane for a microbatch that begins."""
-        return self._lanes.pop() if self._lanes else list(self._fresh)
+    def enter(self, inputs: Sequence[torch.Tensor], held: Container[int]) -> list[Any]:
+        """A lane for a microbatch that begins.
+
+        Args:
+            inputs: plain tensors that the microbatch is given, of the same types and shapes for
+                all that follow the program.
+            held: ids of tensors that are not on all stages.
+        """
+        lane = self._lanes.pop() if self._lanes else list(self._fresh)
+        if self._inputs and inputs:
+            for place, ordinal in self._inputs:
+                tensor = inputs[ordinal]
+                if type(tensor) is torch.Tensor and id(tensor) not in held:
+                    lane[place] = tensor
+        return lane
+
+    def finish(self, lane: list[Any], inputs: Sequence[torch.Tensor]) -> None:
+        """The step's code of a microbatch has come to its end."""
+        if self._inputs is None:
+            self._inputs = self._find(lane, inputs)
+        self.forget(lane)
 
     def leave(self, lane: list[Any]) -> None:
-        """The microbatch has come to its end."""
-        self.forget(lane)
+        """The microbatch's step is over: another one may have the lane."""
         self._lanes.append(lane)
 
     def forget(self, lane: list[Any]) -> None:
         """What came from elsewhere must be looked at again."""
         lane[self._filled] = self._fresh[self._filled]
+
+    def _find(self, lane: list[Any], inputs: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+        """Where calls have been given inputs as they are: (place, ordinal of the input)."""
+        ordinals = {id(tensor): ordinal for ordinal, tensor in enumerate(inputs)}
+        places = range(*self._filled.indices(len(lane)))
+        return [(p, ordinals[id(lane[p])]) for p in places if id(lane[p]) in ordinals]

@@ -24,7 +24,7 @@ from lightning_smp.placed.functions import (
 from lightning_smp.placed.operands import Operands, scan
 from lightning_smp.placed.outcome import describe, outcome_from_plain, outcome_to_plain
 from lightning_smp.placed.random import digest_draws
-from lightning_smp.placed.ready import NOTHING
+from lightning_smp.placed.ready import NOTHING, take_back
 from lightning_smp.placed.results import Results
 from lightning_smp.placed.route import Route
 from lightning_smp.placed.tensor import PlacedTensor
@@ -47,6 +47,8 @@ class MicrobatchRun(Results):
     Args:
         context: what the runs of one step share.
         index: the microbatch.
+        inputs: plain tensors that it is given, of the types and shapes that its program was
+            recorded with.
     """
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,9 +91,10 @@ class MicrobatchRun(Results):
         for edge in entry.arrivals:
             value = operands.value(edge.operand)
             rank = edge.target[0]
-            if rank == me:
-                self.arrive(value, edge)
-            value.note_copy(rank, edge.target[1])
+            if rank != me:
+                value.note_copy(rank, edge.target[1])
+                continue
+            self.take_in(operands.tensors[edge.operand], value, edge)
         seed = self._seed(target, entry.unit_call)
         if entry.home in (me, EVERYWHERE):
             result = self._execute(target, args, kwargs, operands, seed)
@@ -179,15 +182,16 @@ class MicrobatchRun(Results):
         if self.route is None:
             self.begin_recording()
         else:
-            self.lane = self.route.enter()
-            self._go_to(0)
+            self.lane = self.route.enter(self.inputs, self.context.table.held)
+            self.upcoming = self.route.first
 
     def end(self) -> None:
         """The step's code has come to its end."""
         if self.route is not None:
             self.upcoming = NOTHING
-            self.route.leave(self.lane)
-            self.lane = []
+            self.route.finish(self.lane, self.inputs)
+            if self.lent:
+                take_back(self)
 
     def forget_plain(self) -> None:
         """Outer code has changed a plain tensor, perhaps more than its numbers."""
@@ -204,7 +208,7 @@ class MicrobatchRun(Results):
         position, edges = self.position, self.program.edges
         self.context.deviated(self, position, key)
         self.following = False
-        self.route, self.upcoming = None, NOTHING
+        self.route, self.upcoming, self.lane, self.lent = None, NOTHING, [], []
         units = [entry.key[0] for entry in self.entries[:position]]
         entries = self.entries[:position]
         self.begin_recording()

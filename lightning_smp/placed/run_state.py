@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.placed.autograd import Segment
 from lightning_smp.placed.functions import function_name, read_everywhere
+from lightning_smp.placed.places import ABSENT
 from lightning_smp.placed.random import stir
 from lightning_smp.placed.ready import NOTHING, ReadyCall
 from lightning_smp.placed.route import Route
@@ -51,15 +53,19 @@ class RunState:
     calls_of_unit: Counter[int]
     sent_versions: list[tuple[int, Any, int]]
 
-    def __init__(self, context: StepContext, index: int) -> None:
+    def __init__(
+        self, context: StepContext, index: int, inputs: Sequence[torch.Tensor] = ()
+    ) -> None:
         self.context = context
         self.index = index
+        self.inputs = inputs
         self.mark = object()  # not the run itself: values may live longer
         self.rank = context.rank
         self.device_type = context.device.type
         self.num_ranks = context.num_ranks
         self.tokens = context.tokens
         self.lane: list[Any] = []
+        self.lent: list[torch.Tensor] = []  # of the lane, those that are real here
         self.tracker = SegmentTracker(self.num_ranks)
         self.segments: dict[int, Segment] = {0: Segment()}
         self.opaque: dict[int, tuple[Any, ...]] = {}
@@ -82,6 +88,11 @@ class RunState:
         self.opaque.clear()
         self.opaque_objects.clear()
         self.watch = None
+        if self.route is not None and self.lane:
+            for tensor in self.lent:  # what the step returned goes its own way
+                self.lane[tensor._value.index] = ABSENT  # type: ignore[attr-defined]
+            self.route.leave(self.lane)
+        self.lane, self.lent = [], []
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one call of outer code."""

@@ -13,8 +13,8 @@ import torch
 from lightning_smp.placed.outcome import mismatch
 from lightning_smp.placed.places import has_nested_tensors
 from lightning_smp.placed.random import seed_after
-from lightning_smp.placed.ready import ReadyCall
-from lightning_smp.placed.tensor import PlacedTensor, Value
+from lightning_smp.placed.ready import ReadyCall, take_back
+from lightning_smp.placed.tensor import PlacedTensor
 from lightning_smp.program import Entry
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ __all__ = ["OwnCall"]
 class OwnCall(ReadyCall):
     """One call of a program that this rank runs; arguments as of `ReadyCall`."""
 
-    __slots__ = ("_arrivals", "_num_positional", "_placed")
+    __slots__ = ("_arrivals", "_is_unit", "_num_positional", "_placed")
 
     is_here = True
 
@@ -36,6 +36,7 @@ class OwnCall(ReadyCall):
         self._arrivals = [(self.tensors[edge.operand], edge) for edge in entry.arrivals]
         self._placed = [i for i in self.tensors if self._keys[i][0] == "v"]
         self._num_positional = self._count - len(self._names)
+        self._is_unit = self.token is not target
 
     @staticmethod
     def suits(entry: Entry, rank: int) -> bool:
@@ -43,12 +44,13 @@ class OwnCall(ReadyCall):
         return entry.home == rank and entry.makes_one and not has_nested_tensors(entry.key)
 
     def _finish(self, run: MicrobatchRun, args: tuple[Any, ...]) -> Any:
-        entry, target, rank = self.entry, self.target, run.rank
+        entry, target = self.entry, self.target
         run.begin_segments(entry)
+        if run.lent:
+            take_back(run)
         for index, edge in self._arrivals:
-            value = args[index]._value
-            run.arrive(value, edge)
-            value.note_copy(rank, edge.target[1])
+            tensor = args[index]
+            run.take_in(tensor, tensor._value, edge)
         given: Any = [*args]
         for index in self._placed:
             given[index] = args[index]._value.local
@@ -56,24 +58,25 @@ class OwnCall(ReadyCall):
         if self._names:
             named = dict(zip(self._names, given[self._num_positional :], strict=True))
             given = given[: self._num_positional]
-        is_unit = self.token is not target
-        seed = seed_after(run.seed_state, target.index, entry.unit_call) if is_unit else None
+        seed = None
+        if self._is_unit:
+            seed = seed_after(run.seed_state, target.index, entry.unit_call)
         result = run.execute(target, given, named, seed)
         return self._wrap(run, result, seed)
 
     def _wrap(self, run: MicrobatchRun, result: Any, seed: int | None) -> PlacedTensor:
         """The placed tensor of the result, which is sent to those who wait for it."""
-        (spec,) = self.specs
         problem = "returned no tensor"
         if isinstance(result, torch.Tensor):
-            problem = mismatch(result, spec)
+            problem = mismatch(result, self.specs[0])
         if problem:
             raise run.unlike_recorded(self.target, problem)
-        value = Value(run.mark, self.value, run.rank, run.tracker.node(run.rank))
-        value.produced = self.position
+        tensor = self._stand_in(run, 0)
+        value = tensor._value
         value.local = result
+        run.lent.append(tensor)
         for edge in self.entry.departures:
             run.send(value, edge)
         if run.region is not None:
             run.region.append((self.entry, seed, None))
-        return run.placeholder(spec, value)
+        return tensor

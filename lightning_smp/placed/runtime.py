@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
-from torch._C import _len_torch_function_stack
-from torch.overrides import _pop_mode, _push_mode
+from torch._C import (
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
 
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.placed.autograd import storage_uses
@@ -106,22 +109,22 @@ class Engine(Protocol):
 class OutsideOuterMode:
     """Leaves the outer mode while its body runs; every unit's call enters one of these."""
 
-    __slots__ = ("_kept", "_stack")
+    __slots__ = ("_num_kept", "_stack")
 
     def __enter__(self) -> None:
         depth = _len_torch_function_stack()
-        self._stack = [_pop_mode()] if depth == 1 else [_pop_mode() for _ in range(depth)]
-        self._kept: list[Any] = []
+        self._stack = [_pop_torch_function_stack() for _ in range(depth)]
+        self._num_kept = 0
         for mode in reversed(self._stack):
             if not getattr(mode, "is_of_the_step", False):
-                self._kept.append(mode)
-                _push_mode(mode)
+                self._num_kept += 1
+                _push_on_torch_function_stack(mode)
 
     def __exit__(self, *exc: object) -> None:
-        for _ in self._kept:
-            _pop_mode()
+        for _ in range(self._num_kept):
+            _pop_torch_function_stack()
         while self._stack:
-            _push_mode(self._stack.pop())
+            _push_on_torch_function_stack(self._stack.pop())
 
 
 class StepContext:

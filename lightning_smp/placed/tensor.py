@@ -92,8 +92,9 @@ class Value:
     def renew(self, home: int, node: SegmentNode, produced: int) -> None:
         """Forgets what a microbatch has done with the value."""
         self.home, self.node, self.produced = home, node, produced
-        self.group = AliasGroup()
-        self.holders = {}
+        if self.wear:  # else there is nothing to forget
+            self.group = AliasGroup()
+            self.holders.clear()
         self.segments = {node[0]: node[1]}
         self.local = None
         self.wear = AS_NEW

@@ -3,6 +3,7 @@
 from lightning_smp.wire.agree import compare
 from lightning_smp.wire.decode import loads
 from lightning_smp.wire.encode import dumps
+from lightning_smp.wire.meeting import Meeting
 from lightning_smp.wire.transport import (
     all_gather_objects,
     broadcast_object,
@@ -11,6 +12,7 @@ from lightning_smp.wire.transport import (
 )
 
 __all__ = [
+    "Meeting",
     "all_gather_objects",
     "broadcast_object",
     "compare",

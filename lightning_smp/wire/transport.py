@@ -3,14 +3,14 @@
 Each message starts with one fixed block of `BLOCK_BYTES`, which holds the length and as much of
 the payload as fits, so that small objects need a single round; the rest, if any, follows in a
 second message. A sender that cannot encode its object sends the reason instead: the receivers
-raise, and nobody waits.
+raise, and nobody waits. `lightning_smp.wire.meeting` sends blocks of another kind.
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,32 @@ from lightning_smp.errors import CommunicationError
 from lightning_smp.wire.decode import loads
 from lightning_smp.wire.encode import dumps, tensor_bytes
 
-__all__ = ["BLOCK_BYTES", "all_gather_objects", "broadcast_object", "recv_object", "send_object"]
+__all__ = [
+    "BLOCK_BYTES",
+    "Kind",
+    "Start",
+    "all_gather_objects",
+    "broadcast_object",
+    "pack_block",
+    "read_start",
+    "recv_object",
+    "send_object",
+]
 
 BLOCK_BYTES: Final = 4096
 MAX_PAYLOAD_BYTES: Final = 1 << 33
-_PREFIX: Final = struct.Struct("<4s?Q")
+_PREFIX: Final = struct.Struct("<4sBQ")
 _MAGIC: Final = b"LSMP"
 _ROOM: Final = BLOCK_BYTES - _PREFIX.size
 _CPU: Final = torch.device("cpu")
+
+
+class Kind:
+    """What a block starts; one byte."""
+
+    REASON: Final = 0
+    OBJECT: Final = 1
+    MEETING: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +59,20 @@ class _Payload:
         return max(0, len(self.data) - _ROOM)
 
     def block(self, device: torch.device) -> torch.Tensor:
-        start = _PREFIX.pack(_MAGIC, self.error is None, len(self.data)) + self.data[:_ROOM]
-        return _as_tensor(start, BLOCK_BYTES, device)
+        kind = Kind.OBJECT if self.error is None else Kind.REASON
+        return _as_tensor(pack_block(kind, self.data), BLOCK_BYTES, device)
 
 
-@dataclass(frozen=True, slots=True)
-class _Start:
+class Start(NamedTuple):
     """The first block of a message as received."""
 
-    is_object: bool
+    kind: int
     length: int
     data: bytes
 
     @property
     def rest_bytes(self) -> int:
+        """What follows in a second message."""
         return max(0, self.length - _ROOM)
 
 
@@ -83,7 +101,7 @@ def broadcast_object(
         return obj
     block = _empty(BLOCK_BYTES, device)
     dist.broadcast(block, src, group)
-    start = _read_start(block, src)
+    start = _start_of(block, src)
     rest = _empty(start.rest_bytes, device)
     if start.rest_bytes:
         dist.broadcast(rest, src, group)
@@ -110,7 +128,9 @@ def all_gather_objects(
     blocks = [_empty(BLOCK_BYTES, device) for _ in ranks]
     # The group's own method: the checks of dist.all_gather cost as much as the message.
     there.allgather([blocks], [payload.block(device)]).wait()
-    starts = [_read_start(block, rank) for block, rank in zip(blocks, ranks, strict=True)]
+    starts = [_start_of(block, rank) for block, rank in zip(blocks, ranks, strict=True)]
+    if any(start.kind == Kind.MEETING for start in starts):
+        return all_gather_objects(obj, group, device)  # those that wanted to meet say it in words
     width = max(start.rest_bytes for start in starts)
     rests = [_empty(width, device) for _ in ranks]
     if width:
@@ -118,7 +138,7 @@ def all_gather_objects(
     _raise_own(payload)
     return [
         obj
-        if not width and start.is_object and start.data == payload.data
+        if not width and start.kind == Kind.OBJECT and start.data == payload.data
         else _finish(start, rest[: start.rest_bytes], rank)
         for start, rest, rank in zip(starts, rests, ranks, strict=True)
     ]
@@ -156,7 +176,7 @@ def recv_object(
     """
     block = _empty(BLOCK_BYTES, device)
     dist.recv(block, src, group)
-    start = _read_start(block, src)
+    start = _start_of(block, src)
     rest = _empty(start.rest_bytes, device)
     if start.rest_bytes:
         dist.recv(rest, src, group)
@@ -190,20 +210,29 @@ def _as_tensor(data: bytes, width: int | None, device: torch.device) -> torch.Te
     return torch.frombuffer(buffer, dtype=torch.uint8).to(device)
 
 
-def _read_start(block: torch.Tensor, src: int) -> _Start:
-    data = tensor_bytes(block.cpu())
-    magic, is_object, length = _PREFIX.unpack_from(data)
+def pack_block(kind: int, data: bytes) -> bytes:
+    """The first block of a message without its padding."""
+    return _PREFIX.pack(_MAGIC, kind, len(data)) + data[:_ROOM]
+
+
+def read_start(block: bytes | bytearray, src: int) -> Start:
+    """Reads the first block of a message from global rank ``src``."""
+    magic, kind, length = _PREFIX.unpack_from(block)
     if magic != _MAGIC or length > MAX_PAYLOAD_BYTES:
         raise CommunicationError(
             f"Expected an object from rank {src}, met a block that starts with {magic!r} and "
             f"declares {length} bytes. Do all ranks issue the same collectives in the same order?"
         )
-    return _Start(is_object, length, data[_PREFIX.size : _PREFIX.size + min(length, _ROOM)])
+    return Start(kind, length, bytes(block[_PREFIX.size : _PREFIX.size + min(length, _ROOM)]))
 
 
-def _finish(start: _Start, rest: torch.Tensor, src: int) -> object:
+def _start_of(block: torch.Tensor, src: int) -> Start:
+    return read_start(tensor_bytes(block.cpu()), src)
+
+
+def _finish(start: Start, rest: torch.Tensor, src: int) -> object:
     data = start.data + tensor_bytes(rest.cpu())
-    if not start.is_object:
+    if start.kind != Kind.OBJECT:
         reason = data.decode("utf-8", "replace")
         raise CommunicationError(f"Rank {src} could not encode its object: {reason}")
     return loads(data)

@@ -54,6 +54,10 @@ def _fetch(reals: list[Tensor], homes: list[int], *, offered: bool) -> tuple[lis
 _SETS = {
     "losses": [torch.tensor(1.5), torch.tensor(-2.0), torch.tensor(0.25)],
     "types": [torch.tensor([True]), torch.ones((), dtype=torch.float64), torch.ones(2, 3).half()],
+    "alike": [torch.tensor([True, False]), torch.tensor([False, True]).flip(0)],
+    "conjugates": [torch.tensor(1 + 2j).conj(), torch.tensor(3 - 1j)],
+    "strides": [torch.arange(6.0).view(2, 3).t(), torch.arange(6).view(3, 2)],
+    "one": [torch.tensor([4], dtype=torch.uint16)],
     "none": [torch.empty(0, 4)],
     "none and one": [torch.empty(0, 4), torch.tensor([1 + 2j])],
 }  # fmt: skip

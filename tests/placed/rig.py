@@ -123,8 +123,11 @@ class Rig:
         self.step_number += 1
         bodies = [lambda x=x: step(self.module, x, number) for x in microbatches]
         mode = (torch.is_grad_enabled(), self.module.training)
-        specs = [(name, tuple(x.shape), x.dtype, *mode) for x in microbatches]
-        return StepPlan(name=name, bodies=bodies, specs=specs, seed=(7, number), **plan)
+        specs = [(name, tuple(x.shape), x.dtype, x.requires_grad, *mode) for x in microbatches]
+        return StepPlan(
+            name=name, bodies=bodies, specs=specs, seed=(7, number),
+            inputs=[(x,) for x in microbatches], **plan,
+        )  # fmt: skip
 
     def local(self) -> dict[str, nn.Parameter]:
         """The parameters that are real here."""

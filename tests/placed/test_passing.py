@@ -300,7 +300,7 @@ def _left_over(rank: int, world_size: int, layout: str) -> dict[str, Any]:
         large = [
             tuple(o.shape)
             for o in gc.get_objects()
-            if type(o) is Tensor and o.numel() == _WIDTH * _WIDTH
+            if type(o) is Tensor and o.numel() == _WIDTH * _WIDTH and o.is_floating_point()
         ]
         gc.enable()
     return {"plain": len(alive), "large": large, "placeholders": counts}

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_smp.placed import random as streams
 from lightning_smp.placed.random import (
     DrawState,
     digest_draws,
@@ -71,6 +72,34 @@ def test_digest_sees_a_draw_of_each_stream(stream: int) -> None:
     assert digest_draws(CPU) == before
     (random.random, np.random.rand, lambda: torch.rand(()))[stream]()
     assert digest_draws(CPU) != before
+
+
+def test_digest_reads_what_the_generator_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest from memory is that of `getstate`, whatever was drawn."""
+    changes = [
+        lambda: random.seed(11), random.random, lambda: random.gauss(0, 1),
+        lambda: random.gauss(0, 1), lambda: random.shuffle(list(range(700))),
+        lambda: random.getrandbits(20_001), lambda: random.seed("text"),
+    ]  # fmt: skip
+    assert streams._offset_of_words() is not None
+    read = []
+    for change in changes:
+        change()
+        fast = digest_draws(CPU)
+        with monkeypatch.context() as patched:
+            patched.setattr(streams, "_offset_of_words", lambda: None)
+            assert digest_draws(CPU) == fast
+        read.append(fast)
+    assert len(set(read)) == len(changes)
+
+
+def test_digest_sees_the_second_number_of_a_pair() -> None:
+    random.seed(3)
+    random.gauss(0, 1)
+    words, waits = random.getstate()[1], digest_draws(CPU)
+    random.gauss(0, 1)  # was drawn together with the first
+    assert random.getstate()[1] == words
+    assert digest_draws(CPU) != waits
 
 
 def test_state_travels_as_plain_data() -> None:

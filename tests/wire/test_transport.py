@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from lightning_smp.errors import CommunicationError
 from lightning_smp.wire import all_gather_objects, broadcast_object, recv_object, send_object
+from lightning_smp.wire.meeting import MEETING_BYTES, Meeting
 from lightning_smp.wire.transport import BLOCK_BYTES
 from tests.support.launch import gloo_group, run_ranks
 
@@ -82,9 +83,58 @@ def _stray_message(rank: int, world_size: int) -> None:
                 recv_object(0)
 
 
+def _meet(rank: int, world_size: int) -> None:
+    with gloo_group():
+        group = dist.group.WORLD
+        assert group is not None
+        meeting = Meeting(group)
+        for length in (2000, 0, 7):  # the memory is kept: nothing of a longer message is left
+            said = [b"%d" % other * length for other in range(world_size)]
+            assert meeting.meet(b"here", said[rank]) == said
+        most = MEETING_BYTES - 4
+        assert meeting.meet(b"here", b"x" * most) == [b"x" * most] * 2
+        with pytest.raises(AssertionError):
+            meeting.meet(b"here", b"x" * (most + 1))
+        assert meeting.meet(b"h" * (rank + 1), b"") is None
+        assert meeting.meet(b"h", b"h" if rank else b"") == [b"", b"h"]
+        assert all_gather_objects(rank) == [0, 1]  # as after every None
+
+
+def _meet_others(rank: int, world_size: int) -> None:
+    """One rank wants to meet, the other gathers an object: both get all objects."""
+    with gloo_group():
+        group = dist.group.WORLD
+        assert group is not None
+        meeting = Meeting(group)
+        for size in SIZES:
+            value = {"from": rank, "data": "y" * size}
+            if rank == 0:
+                assert meeting.meet(b"here", b"") is None
+            found = all_gather_objects(value)
+            assert [one["from"] for one in found] == [0, 1]  # type: ignore[index]
+            assert [len(one["data"]) for one in found] == [size] * 2  # type: ignore[index]
+        if rank == 0:
+            assert meeting.meet(b"here", b"") is None
+            with pytest.raises(CommunicationError, match="Rank 1 could not encode its object"):
+                all_gather_objects(1)
+        else:
+            with pytest.raises(TypeError):
+                all_gather_objects(_meet)
+        assert meeting.meet(b"here", b"%d" % rank) == [b"0", b"1"]
+
+
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(
-    "program", [_broadcast, _gather, _point_to_point, _sender_fails, _stray_message]
+    "program",
+    [
+        _broadcast,
+        _gather,
+        _point_to_point,
+        _sender_fails,
+        _stray_message,
+        _meet,
+        _meet_others,
+    ],
 )
 def test_two_ranks(program: object) -> None:
     run_ranks(program, 2)  # type: ignore[arg-type]

@@ -1,0 +1,70 @@
+"""Meetings of ranks that do the same thing over and over: one round, hardly any work."""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from lightning_smp.wire.transport import BLOCK_BYTES, Kind, pack_block, read_start
+
+__all__ = ["MEETING_BYTES", "Meeting"]
+
+_LENGTH: Final = struct.Struct("<H")
+MEETING_BYTES: Final = BLOCK_BYTES - 64
+"""The most that a mark and what is said may have together."""
+
+
+class Meeting:
+    """Ranks learn whether all have the same mark, and what each of them says beside it.
+
+    The memory of the messages is kept, and nothing is encoded. A meeting's message is a first block
+    as `all_gather_objects` sends it: ranks that come to the one and to the other understand each
+    other.
+
+    Args:
+        group: a gloo group; this rank is in it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._ranks = dist.get_process_group_ranks(group)
+        self._own = bytearray(BLOCK_BYTES)
+        self._blocks = [bytearray(BLOCK_BYTES) for _ in self._ranks]
+        self._sent = [_tensor_over(self._own)]
+        self._received = [[_tensor_over(block) for block in self._blocks]]
+
+    def meet(self, mark: bytes, said: bytes) -> list[bytes] | None:
+        """What each rank says, if all have the same mark; else None.
+
+        Collective over the group: all ranks must call, or gather objects. Where this is None, all
+        must gather objects next: those that do already wait for it.
+
+        Args:
+            mark: what must be equal.
+            said: a few bytes; with the mark at most `MEETING_BYTES`.
+
+        Returns:
+            What is said, by rank in the group.
+
+        Raises:
+            CommunicationError: a message is malformed.
+        """
+        assert len(mark) + len(said) <= MEETING_BYTES, "a meeting is for a few bytes"
+        key = _LENGTH.pack(len(mark)) + mark
+        message = pack_block(Kind.MEETING, key + said)
+        self._own[: len(message)] = message
+        self._group.allgather(self._received, self._sent).wait()
+        found = []
+        for block, rank in zip(self._blocks, self._ranks, strict=True):
+            start = read_start(block, rank)
+            if start.kind != Kind.MEETING or not start.data.startswith(key):
+                return None
+            found.append(start.data[len(key) :])
+        return found
+
+
+def _tensor_over(memory: bytearray) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
