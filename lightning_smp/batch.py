@@ -5,9 +5,10 @@ Terms: the batch size is the size of dimension 0, which all tensors of a batch m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,8 +34,7 @@ Axes: TypeAlias = Mapping[Any, int | None]
 _FIX = "set microbatches=1, or give its class an `smp_slice(num_mb, mb, axis)` method"
 
 
-@dataclass(frozen=True, slots=True)
-class Microbatch:
+class Microbatch(NamedTuple):
     """One piece of a batch.
 
     Attributes:
@@ -87,16 +87,15 @@ def split_batch(
         raise ConfigError(f"microbatches={microbatches} was asked; it must be at least 1.")
     if microbatches == 1:
         return [Microbatch(batch, _weight(batch), 0)]
-    axis_of = _AxisOf.parse(batch, axes)
     size = None if axes else _size_of_flat(batch)
-    is_flat = size is not None
-    if not is_flat:
+    axis_of = None if size is not None else _AxisOf.parse(batch, axes)
+    if axis_of is not None:
         size = _common_size(batch, axis_of, microbatches)
     bounds = _bounds(size, microbatches, allow_uneven)
     if len(bounds) == 1:
         return [Microbatch(batch, bounds[0][1], 0)]
-    if is_flat:
-        values = [_slice_flat(batch, start, length) for start, length in bounds]
+    if axis_of is None:
+        values = _split_flat(batch, bounds)
     else:
         values = _Splitter(size, bounds).split_top(batch, axis_of)
     return [
@@ -224,11 +223,18 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _slice_flat(batch: Any, start: int, length: int) -> Any:
-    """One piece of a flat batch."""
+def _split_flat(batch: Any, bounds: list[tuple[int, int]]) -> list[Any]:
+    """The pieces of a flat batch."""
+    parts = [slice(start, start + length) for start, length in bounds]
     if type(batch) is dict:
-        return {key: tensor.narrow(0, start, length) for key, tensor in batch.items()}
-    return type(batch)([tensor.narrow(0, start, length) for tensor in batch])
+        return [dict(zip(batch, row, strict=True)) for row in _rows(batch.values(), parts)]
+    rows = _rows(batch, parts)
+    return list(rows if type(batch) is tuple else map(list, rows))
+
+
+def _rows(tensors: Iterable[Tensor], parts: list[slice]) -> Iterator[tuple[Tensor, ...]]:
+    """For each part that of all tensors (the same views as by `narrow`, twice as fast)."""
+    return zip(*[[tensor[part] for part in parts] for tensor in tensors], strict=True)
 
 
 def _weight(batch: Any) -> int:
@@ -320,8 +326,8 @@ def _bounds(size: int | None, microbatches: int, allow_uneven: bool) -> list[tup
         _raise_indivisible(size, microbatches)
     count = min(size, microbatches)
     base, extra = divmod(size, count)
-    lengths = [base + (index < extra) for index in range(count)]
-    return [(sum(lengths[:index]), length) for index, length in enumerate(lengths)]
+    lengths = [base + 1] * extra + [base] * (count - extra)
+    return list(zip(accumulate(lengths, initial=0), lengths, strict=False))
 
 
 def _dimension(value: Any, path: str, axis: int) -> int:

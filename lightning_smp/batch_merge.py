@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import mul
 from typing import Any
 
 import torch
@@ -56,9 +57,9 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """
     stacked = torch.stack(list(values))
     is_number = stacked.ndim == 1 and stacked.is_floating_point() and not stacked.requires_grad
-    if is_number and stacked.device.type == "cpu":  # Python is at the numbers, and faster
-        shares = list(weights) if any(weights) else [1.0] * len(weights)
-        return torch.tensor(_mean_of_floats(stacked.tolist(), shares), dtype=stacked.dtype)
+    if is_number and stacked.is_cpu:  # Python is at the numbers, and faster
+        shares = weights if any(weights) else [1.0] * len(weights)
+        return torch.scalar_tensor(_mean_of_floats(stacked.tolist(), shares), dtype=stacked.dtype)
     wide = torch.promote_types(stacked.dtype, torch.float32)
     if not stacked.dtype.is_floating_point and not stacked.dtype.is_complex:
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
@@ -124,9 +125,9 @@ def _are_rows(values: list[Any], sizes: list[int]) -> bool:
 
 
 def _mean_of_floats(values: Sequence[float], sizes: Sequence[float]) -> float:
-    if all(value == values[0] for value in values):
+    if all([value == values[0] for value in values]):
         return values[0]
-    return sum(v * n for v, n in zip(values, sizes, strict=True)) / sum(sizes)
+    return sum(map(mul, values, sizes)) / sum(sizes)
 
 
 def _are_sample_lists(values: list[Any], sizes: list[int]) -> bool:

@@ -79,17 +79,17 @@ class Fetching:
 
     def _shared(self, tensors: list[torch.Tensor], home: int, known: bytes) -> list[torch.Tensor]:
         """Tensors of one home in one message; every rank knows their types and shapes."""
-        sizes = list(map(_num_bytes, tensors))
-        total = sum(sizes)
+        total = sum(map(_num_bytes, tensors))
         is_known = len(known) == total
         if home == self._rank:
             if not is_known:
-                self._control.share(_joined(tensors), home)
+                message = _joined(tensors).view(-1).view(torch.uint8)
+                self._control.share(message, home)
             return [_local(tensor).detach() for tensor in tensors]
-        message = torch.frombuffer(bytearray(known or max(total, 1)), dtype=torch.uint8)[:total]
+        received = bytearray(known) if is_known else bytearray(total)
         if not is_known:
-            self._control.share(message, home)
-        return _divided(message, tensors, sizes)
+            self._control.share(torch.frombuffer(received, dtype=torch.uint8), home)
+        return _divided(received, tensors)
 
 
 def _home(tensor: torch.Tensor) -> int:
@@ -116,25 +116,38 @@ def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
     return all([t.shape == shape and t.dtype is dtype and t.device == device for t in tensors[1:]])
 
 
-def _divided(
-    message: torch.Tensor, tensors: Sequence[torch.Tensor], sizes: list[int]
-) -> list[torch.Tensor]:
+def _divided(message: bytearray, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The parts of a message, with the types, shapes and devices of these tensors."""
-    first = tensors[0]
-    if _are_alike(tensors):
-        numbers = message.view(first.dtype).view(len(tensors), *first.shape)
-        return list(numbers.to(first.device).unbind())
-    return [
+    if message and _are_alike(tensors):
+        return _divided_equally(message, tensors[0], len(tensors))
+    found, at = [], 0
+    for tensor in tensors:
         # copied, since a type must be aligned
-        part.clone().view(tensor.dtype).view(tensor.shape).to(tensor.device)
-        for part, tensor in zip(message.split(sizes), tensors, strict=True)
-    ]
+        part = message[at : at + _num_bytes(tensor)]
+        at += len(part)
+        if part:
+            found += _divided_equally(part, tensor, 1)
+        else:
+            found.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device))
+    return found
+
+
+def _divided_equally(message: bytearray, like: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """The parts of a message of tensors that are all like one."""
+    numbers = torch.frombuffer(message, dtype=like.dtype)
+    if like.shape:
+        numbers = numbers.view(count, *like.shape)
+    if like.device.type != "cpu":
+        numbers = numbers.to(like.device)
+    return list(numbers.unbind())
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bytes of placed tensors that live here, on the host."""
+    """Placed tensors that live here as one on the host: stacked, or else their bytes."""
     parts = list(map(_local, tensors))
     if _are_alike(parts):
-        return torch.stack(parts).detach().cpu().view(-1).view(torch.uint8)
-    flat = [part.detach().contiguous().view(-1).view(torch.uint8) for part in parts]
-    return torch.cat(flat).cpu()
+        joined = torch.stack(parts).detach()
+    else:
+        flat = [part.detach().contiguous().view(-1).view(torch.uint8) for part in parts]
+        joined = torch.cat(flat)
+    return joined if joined.is_cpu else joined.cpu()

@@ -10,10 +10,10 @@ rank only) stays as it is until `resolve`.
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
@@ -66,12 +66,6 @@ class _Record:
     calls: list[_Call] = field(default_factory=list)
 
 
-class _Current(threading.local):
-    """The record of the microbatch that this thread runs."""
-
-    record: _Record | None = None
-
-
 class LogBuffer:
     """Records what a module logs in each microbatch and logs the combined values once.
 
@@ -98,7 +92,7 @@ class LogBuffer:
         self._module = module
         self._log: Callable[..., None] = module.log
         self._records: dict[int, _Record] = {}
-        self._current = _Current()
+        self._current: dict[int, _Record] = {}  # by thread, for the microbatch that it runs
         self._shadowed: Any = _Missing
 
     def __enter__(self) -> Self:
@@ -117,7 +111,7 @@ class LogBuffer:
             self._module.__dict__.pop("log", None)
         else:
             self._module.__dict__["log"] = self._shadowed
-        self._current = _Current()
+        self._current.clear()
 
     def begin(self, index: int, num_samples: int) -> None:
         """Says that the following calls of this thread belong to microbatch `index`.
@@ -125,7 +119,10 @@ class LogBuffer:
         Threads do not disturb each other: a microbatch that is suspended in its own thread goes on
         with its own record.
         """
-        self._current.record = self._records.setdefault(index, _Record(num_samples))
+        record = self._records.get(index)
+        if record is None:
+            record = self._records[index] = _Record(num_samples)
+        self._current[get_ident()] = record
 
     def values(self) -> list[Tensor]:
         """Returns the recorded tensors, in an order that is the same on every rank.
@@ -164,7 +161,7 @@ class LogBuffer:
             self._log(calls[0].name, _combined(calls), **kwargs)
 
     def _record(self, *args: Any, **kwargs: Any) -> None:
-        record = self._current.record
+        record = self._current.get(get_ident())
         if record is None:
             self._log(*args, **kwargs)  # not inside a microbatch
             return
@@ -191,7 +188,13 @@ class LogBuffer:
         return {**arguments, **extra}
 
     def _calls(self) -> list[_Call]:
-        return [call for _, record in sorted(self._records.items()) for call in record.calls]
+        return [call for record in self._used_records() for call in record.calls]
+
+    def _used_records(self) -> list[_Record]:
+        """The records of microbatches that logged something, in the order of microbatches."""
+        if not any([record.calls for record in self._records.values()]):
+            return []
+        return [record for _, record in sorted(self._records.items())]
 
     def _groups(self) -> list[list[_Call]]:
         """Returns the calls that become one, in the order of their first call.
@@ -201,7 +204,7 @@ class LogBuffer:
         """
         groups: dict[tuple[str, int], list[list[_Call]]] = {}
         order: list[list[_Call]] = []
-        for _, record in sorted(self._records.items()):
+        for record in self._used_records():
             seen: dict[str, int] = {}
             for call in record.calls:
                 seen[call.name] = seen.get(call.name, -1) + 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -80,79 +82,109 @@ class Stepper:
             on_final: called with parameters whose gradients are final, and the batch's samples.
         """
         pieces = split_batch(args[0], microbatches, allow_uneven=allow_uneven)
-        total = sum(piece.num_samples for piece in pieces)
+        sizes = [piece.num_samples for piece in pieces]
+        total = sum(sizes)
         with LogBuffer(self.deployment.module) as buffer:
             body = self._body(name, args, buffer)
-            bodies = [lambda m=m: body(m, pieces[m]) for m in range(len(pieces))]
-
-            def wanted(results: list[Any]) -> list[torch.Tensor]:
-                return [*iter_tensors(results), *buffer.values()]
-
-            seeds = _Seeds(loss_scale(float(total)) if backward else 1.0)
-
-            def loss_seed(m: int, result: Any) -> torch.Tensor | None:
-                loss = loss_of(result)
-                if loss is None:
-                    return None
-                weight = _weight_of(result)
-                return seeds.seed(loss, pieces[m].num_samples / total if weight is None else weight)
-
+            left = _Left(buffer)
+            inputs = [list(iter_tensors(piece.value)) for piece in pieces]
+            seeds = _Seeds(sizes, total, loss_scale(float(total))) if backward else None
             plan = StepPlan(
-                name=name, bodies=bodies, seed=seed,
-                specs=[self._spec(name, piece.value, backward) for piece in pieces],
-                loss_of=loss_of if backward else None, wanted=wanted,
-                loss_seed=loss_seed if backward else None,
+                name=name, bodies=[partial(body, m, piece) for m, piece in enumerate(pieces)],
+                seed=seed, specs=self._specs(name, inputs, backward), inputs=inputs,
+                loss_of=loss_of if backward else None, wanted=left.tensors,
+                loss_seed=None if seeds is None else seeds.of,
                 record=around_backward is not None, around_backward=around_backward,
                 on_final=None if on_final is None
                 else lambda parameters: on_final(parameters, float(total)),
             )  # fmt: skip
             results = self.deployment.run(plan)
-        return self._conclude(results, pieces, total, buffer, name == "training_step")
+        results = left.real(results, self.deployment.fetch)
+        buffer.replay()
+        if name != "training_step":
+            return StepOutput(merge_outputs(results, sizes), None, float(total), 1.0)
+        return _merge_losses(results, sizes, total)
 
     def _body(
         self, name: str, args: tuple[Any, ...], buffer: LogBuffer
     ) -> Callable[[int, Microbatch], Any]:
         step = getattr(self.deployment.module, name)
+        begin, precision, rest = buffer.begin, self.precision, args[1:]
+        trains = name == "training_step"
 
         def body(m: int, piece: Microbatch) -> Any:
-            buffer.begin(m, piece.num_samples)
-            with self.precision():
-                result = step(piece.value, *args[1:])
-            if name == "training_step":
+            begin(m, piece.num_samples)
+            with precision():
+                result = step(piece.value, *rest)
+            if trains and not isinstance(result, torch.Tensor):
                 _check_result(result)
             return result
 
         return body
 
-    def _spec(self, name: str, batch: Any, backward: bool) -> Any:
-        """What a microbatch's shapes depend on."""
-        shapes = tuple([(t.shape, t.dtype) for t in iter_tensors(batch)])
-        return (name, shapes, torch.is_grad_enabled(), self.deployment.module.training, backward)
+    def _specs(self, name: str, inputs: list[list[torch.Tensor]], backward: bool) -> list[Any]:
+        """What the shapes of each microbatch depend on."""
+        mode = (torch.is_grad_enabled(), self.deployment.module.training, backward)
+        return [
+            (name, tuple([(t.shape, t.dtype, t.requires_grad) for t in given]), *mode)
+            for given in inputs
+        ]
 
-    def _conclude(
-        self, results: list[Any], pieces: list[Microbatch], total: int, buffer: LogBuffer,
-        training: bool,
-    ) -> StepOutput:  # fmt: skip
-        """Brings what the step left to every rank and makes one value of it."""
-        returned = list(iter_tensors(results))
-        logged = buffer.values()
-        real = self.deployment.fetch([*returned, *logged])
-        supply = iter(real[: len(returned)])
-        results = [map_tensors(result, lambda _: next(supply)) for result in results]
-        buffer.resolve(lambda _: real[len(returned) :])
-        buffer.replay()
-        sizes = [piece.num_samples for piece in pieces]
-        if not training:
-            return StepOutput(merge_outputs(results, sizes), None, float(total), 1.0)
-        return _merge_losses(results, sizes, total)
+
+class _Left:
+    """The tensors that a step leaves: those in its results, and the logged ones.
+
+    Args:
+        buffer: what the step logs.
+    """
+
+    def __init__(self, buffer: LogBuffer) -> None:
+        self._buffer = buffer
+        self._results: list[Any] | None = None
+        self._tensors: list[torch.Tensor] = []
+
+    def tensors(self, results: list[Any]) -> list[torch.Tensor]:
+        """All of them, once every microbatch has come to its end; the same list on all ranks."""
+        self._results = results
+        returned = results if _are_tensors(results) else iter_tensors(results)
+        self._tensors = [*returned, *self._buffer.values()]
+        return self._tensors
+
+    def real(
+        self, results: list[Any], fetch: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+    ) -> list[Any]:
+        """The results with real tensors; the buffer's values become real, too.
+
+        Args:
+            results: what the microbatches returned.
+            fetch: gives real tensors for those of `tensors`. If it communicates, all ranks must
+                call this.
+        """
+        found = fetch(self._tensors if results is self._results else self.tensors(results))
+        supply = iter(found)
+        if _are_tensors(results):
+            real: list[Any] = list(islice(supply, len(results)))
+        else:
+            real = [map_tensors(result, lambda _: next(supply)) for result in results]
+        self._buffer.resolve(lambda _: list(supply))
+        return real
+
+
+def _are_tensors(results: list[Any]) -> bool:
+    """Whether each result is one tensor; mostly it is, and walks take far longer."""
+    return all([isinstance(result, torch.Tensor) for result in results])
 
 
 def loss_of(result: Any) -> Any:
     """The loss in what a training step returned."""
+    if isinstance(result, torch.Tensor):
+        return result  # mostly: to ask for a mapping takes longer
     return result["loss"] if isinstance(result, Mapping) else result
 
 
 def _weight_of(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return None
     return result.get("loss_weight") if isinstance(result, Mapping) else None
 
 
@@ -160,29 +192,35 @@ class _Seeds:
     """The gradients of a batch's losses; those that are equal are one tensor.
 
     Args:
+        sizes: the samples of each microbatch.
+        total: those of the batch.
         scale: factor of every gradient.
     """
 
-    def __init__(self, scale: float | torch.Tensor) -> None:
+    def __init__(self, sizes: list[int], total: int, scale: float | torch.Tensor) -> None:
+        self._sizes = sizes
+        self._total = total
         self._scale = scale
         self._known: dict[Any, torch.Tensor] = {}
 
-    def seed(self, loss: torch.Tensor, share: Any) -> torch.Tensor | None:
+    def of(self, m: int, result: Any) -> torch.Tensor | None:
         """The gradient of one microbatch's loss, on the rank that holds it.
 
         Args:
-            loss: the loss.
-            share: of the batch's mean, a number or a tensor.
+            m: the microbatch.
+            result: what its step returned.
         """
+        loss = loss_of(result)
         if isinstance(loss, PlacedTensor):
-            local = loss._value.local
-            if local is None:
-                return None
-            loss = local
-        if isinstance(share, PlacedTensor):
-            share = _local_weight(share)
-        if isinstance(share, torch.Tensor):
-            return self._times_scale(share, loss)
+            loss = loss._value.local
+        if loss is None:
+            return None
+        weight = _weight_of(result)
+        if isinstance(weight, PlacedTensor):
+            weight = _local_weight(weight)
+        if isinstance(weight, torch.Tensor):
+            return self._times_scale(weight, loss)
+        share = self._sizes[m] / self._total if weight is None else weight
         key = (share, loss.shape, loss.dtype)
         found = self._known.get(key)
         if found is None:
@@ -237,33 +275,32 @@ def _misconfigured(message: str) -> Exception:
 
 def _merge_losses(results: list[Any], sizes: list[int], total: int) -> StepOutput:
     losses = [loss_of(result) for result in results]
-    if all(loss is None for loss in losses):
+    num_missing = sum([loss is None for loss in losses])
+    if num_missing == len(losses):
         return StepOutput(merge_outputs(results, sizes), None, float(total), 1.0)
-    if any(loss is None for loss in losses):
+    if num_missing:
         raise UnsupportedError(
             "training_step returned None for some microbatches of a batch and a loss for others; "
             "return a loss of zero with loss_weight=0 instead of None."
         )
-    given = [_weight_of(result) for result in results]
-    if any(weight is None for weight in given) and any(weight is not None for weight in given):
+    given = [weight for weight in map(_weight_of, results) if weight is not None]
+    if len(given) not in (0, len(results)):
         raise UnsupportedError(
             "training_step returned `loss_weight` for some microbatches of a batch only; "
             "return it always or never."
         )
-    weighted = given[0] is not None
-    weights = [float(w) for w in given] if weighted else [float(size) for size in sizes]
+    weighted = bool(given)
+    weights = list(map(float, given or sizes))
     weight = sum(weights)
     if len(losses) == 1:
         loss = losses[0]
     else:
         loss = weighted_mean(losses, weights) if weight else losses[0] * 0
     scale = 1.0 if not weighted else (1.0 / weight if weight else 0.0)
-    if isinstance(results[0], Mapping):
-        extra = [
-            {k: v for k, v in result.items() if k not in ("loss", "loss_weight")}
-            for result in results
-        ]
-        result: Any = {"loss": loss, **merge_outputs(extra, sizes)}
-    else:
-        result = loss
-    return StepOutput(result, loss, weight, scale, weighted)
+    if isinstance(results[0], torch.Tensor) or not isinstance(results[0], Mapping):
+        return StepOutput(loss, loss, weight, scale, weighted)
+    extra = [
+        {k: v for k, v in result.items() if k not in ("loss", "loss_weight")} for result in results
+    ]
+    merged = {"loss": loss, **merge_outputs(extra, sizes)}
+    return StepOutput(merged, loss, weight, scale, weighted)

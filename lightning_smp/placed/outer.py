@@ -176,9 +176,10 @@ def _check_one_home(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 @contextmanager
 def outer_patches(run: MicrobatchRun) -> Iterator[None]:
     """Reroutes the ways into autograd that no function mode sees, while a step runs."""
-    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-    backward = torch.autograd.backward
-    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator  # type: ignore[attr-defined]
+    # Not by `Function.apply`: Python notes what it looks up in a class, and to change the class
+    # afterwards takes a look at each of its hundreds of subclasses.
+    found = [vars(owner)[name] for owner, name in _REROUTED]
+    apply, backward, generator = found[0].__func__, *found[1:]
     runtime = run.context.runtime
 
     def routed_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,29 +205,21 @@ def outer_patches(run: MicrobatchRun) -> Iterator[None]:
             return generator(function, *args, **kwargs)
         return checkpoint_generator(active, generator, function, args, kwargs)
 
-    replaced: tuple[tuple[Any, str, Any], ...] = (
-        (torch.autograd.Function, "apply", classmethod(routed_apply)),
-        (torch.autograd, "backward", routed_backward),
-        (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", routed_generator),
-    )
-    found = [owner.__dict__.get(name, _MISSING) for owner, name, _ in replaced]
-    for owner, name, routed in replaced:
-        setattr(owner, name, routed)
+    routes = (classmethod(routed_apply), routed_backward, routed_generator)
+    for (owner, name), route in zip(_REROUTED, routes, strict=True):
+        setattr(owner, name, route)
     try:
         yield
     finally:
-        for (owner, name, _), before in zip(replaced, found, strict=True):
-            _put_back(owner, name, before)
+        for (owner, name), before in zip(_REROUTED, found, strict=True):
+            setattr(owner, name, before)
 
 
-_MISSING = object()
-
-
-def _put_back(owner: Any, name: str, found: Any) -> None:
-    if found is _MISSING:  # it was inherited
-        delattr(owner, name)
-    else:
-        setattr(owner, name, found)
+_REROUTED: tuple[tuple[Any, str], ...] = (
+    (torch.autograd.Function, "apply"),
+    (torch.autograd, "backward"),
+    (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"),
+)
 
 
 def _without_reentry(function: Any, preserve_rng_state: bool, *args: Any) -> Any:

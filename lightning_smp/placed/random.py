@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from lightning_smp.wire.encode import tensor_bytes
-
 __all__ = [
     "SEED_START",
     "DrawState",
@@ -114,10 +112,15 @@ def digest_draws(device: torch.device) -> int:
 
 def digest_torch_draws(device: torch.device) -> int:
     """The same for torch's generators only."""
-    digest = zlib.crc32(tensor_bytes(torch.default_generator.get_state()))
+    digest = zlib.crc32(_torch_memory(torch.default_generator))
     if device.type == "cuda":
-        digest = zlib.crc32(tensor_bytes(_cuda_generator(device).get_state()), digest)
+        digest = zlib.crc32(_torch_memory(_cuda_generator(device)), digest)
     return digest
+
+
+def _torch_memory(generator: torch.Generator) -> bytes:
+    state = generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 # Python and NumPy make their states number by number, which costs up to 160 microseconds. The same

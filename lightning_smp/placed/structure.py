@@ -141,7 +141,10 @@ def iter_tensors(obj: Any) -> Iterator[torch.Tensor]:
         yield obj
     elif type(obj) is list or isinstance(obj, tuple):
         for item in obj:
-            yield from iter_tensors(item)
+            if isinstance(item, torch.Tensor):
+                yield item  # mostly: a generator of its own takes far longer
+            else:
+                yield from iter_tensors(item)
     elif isinstance(obj, (dict, MutableMapping)):
         for item in obj.values():
             yield from iter_tensors(item)

@@ -13,6 +13,7 @@ from lightning_smp.wire.transport import BLOCK_BYTES, Kind, pack_block, read_sta
 __all__ = ["MEETING_BYTES", "Meeting"]
 
 _LENGTH: Final = struct.Struct("<H")
+_HEAD: Final = pack_block(Kind.MEETING, b"")
 MEETING_BYTES: Final = BLOCK_BYTES - 64
 """The most that a mark and what is said may have together."""
 
@@ -53,17 +54,20 @@ class Meeting:
             CommunicationError: a message is malformed.
         """
         assert len(mark) + len(said) <= MEETING_BYTES, "a meeting is for a few bytes"
-        key = _LENGTH.pack(len(mark)) + mark
-        message = pack_block(Kind.MEETING, key + said)
+        head = _HEAD + _LENGTH.pack(len(mark)) + mark
+        message = head + _LENGTH.pack(len(said)) + said
         self._own[: len(message)] = message
         self._group.allgather(self._received, self._sent).wait()
-        found = []
-        for block, rank in zip(self._blocks, self._ranks, strict=True):
-            start = read_start(block, rank)
-            if start.kind != Kind.MEETING or not start.data.startswith(key):
-                return None
-            found.append(start.data[len(key) :])
-        return found
+        if not all([block.startswith(head) for block in self._blocks]):
+            for block, rank in zip(self._blocks, self._ranks, strict=True):
+                read_start(block, rank)  # is it a message at all?
+            return None
+        at = len(head) + _LENGTH.size
+        lengths = [_LENGTH.unpack_from(block, len(head))[0] for block in self._blocks]
+        return [
+            bytes(block[at : at + length])
+            for block, length in zip(self._blocks, lengths, strict=True)
+        ]
 
 
 def _tensor_over(memory: bytearray) -> torch.Tensor:

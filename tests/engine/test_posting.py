@@ -166,16 +166,21 @@ def test_more_ahead_would_lock_up() -> None:
     assert not plays(schedule.ranks, ahead_of_need(schedule, programs, 4), programs)
 
 
-def test_some_are_posted_before_the_action_that_needs_them() -> None:
-    programs = [chain(2, 1)] * 4
-    schedule = make_schedule([segment_graph(programs[0], 2)] * 4, "interleaved")
-    table = receives_before(one_order(schedule.ranks, programs), programs, 1)
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 8), (4, 8)])
+def test_receives_that_are_posted_ahead_of_need_spin_beside_forwards(p: int, m: int) -> None:
+    programs = [chain(p, 1)] * m
+    schedule = make_schedule([segment_graph(programs[0], p)] * m, "interleaved")
+    order = one_order(schedule.ranks, programs)
     early = [
-        receive
-        for action, receives in zip(schedule.ranks[1], table, strict=True)
+        action.kind
+        for rank in range(p)
+        for action, receives in zip(
+            schedule.ranks[rank], receives_before(order, programs, rank), strict=True
+        )
         for receive in receives if not _needs(action, receive, programs)
     ]  # fmt: skip
     assert early
+    assert set(early) == {"F"}
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 99])

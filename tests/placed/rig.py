@@ -142,7 +142,7 @@ class _CountingControl(Control):
     exchanges = 0
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("publish", "agree", "agree_at"):
+        if name in ("publish", "agree", "agree_at", "meet_at"):
             self.exchanges += 1
         return super().__getattribute__(name)
 
