@@ -127,7 +127,8 @@ def _are_rows(values: list[Any], sizes: list[int]) -> bool:
 def _mean_of_floats(values: Sequence[float], sizes: Sequence[float]) -> float:
     if all([value == values[0] for value in values]):
         return values[0]
-    return sum(map(mul, values, sizes)) / sum(sizes)
+    total: float = sum(map(mul, values, sizes))
+    return total / sum(sizes)
 
 
 def _are_sample_lists(values: list[Any], sizes: list[int]) -> bool:
