@@ -60,6 +60,8 @@ class Channels:
             from `make_directions`.
 
     Attributes:
+        device: the run's device.
+        is_direct: whether tensors of that device travel without the host, which does not wait.
         ahead: by how many actions receives may be posted earlier than they must.
         clock: measures waits while it is set.
     """
@@ -72,7 +74,8 @@ class Channels:
         directions: Directions | None = None,
     ) -> None:
         here = ranks.index(dist.get_rank())
-        self._device = device
+        self.device = device
+        self.is_direct = directions is not None
         self._outward: _Ways = {}
         self._inward: _Ways = {}
         for stage, peer in enumerate(ranks):
@@ -81,7 +84,7 @@ class Channels:
                 back = group if directions is None else directions[stage, here]
                 self._outward[stage] = (there, dist.get_group_rank(there, peer))
                 self._inward[stage] = (back, dist.get_group_rank(back, peer))
-        self.ahead = _AHEAD if directions is None else 0
+        self.ahead = 0 if self.is_direct else _AHEAD
         self._stages = device.type == "cuda" and dist.get_backend(group) == "gloo"
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
         self.clock: StepClock | None = None
@@ -105,7 +108,7 @@ class Channels:
     def post(self, stage: int, key: Hashable, spec: TensorSpec) -> None:
         """Posts the receive of the next tensor from a stage; `take` gives it by its key."""
         host = self._stages or not spec.on_run_device
-        buffer = torch.empty(spec.shape, dtype=spec.dtype, device=_CPU if host else self._device)
+        buffer = torch.empty(spec.shape, dtype=spec.dtype, device=_CPU if host else self.device)
         flat = buffer if spec.dtype in _CARRIED else _as_bytes(buffer)
         group, peer = self._inward[stage]
         work = group.recv([flat], peer, 0)
@@ -119,6 +122,22 @@ class Channels:
         """The next tensor from a stage from which no other receive is posted."""
         self.post(stage, None, spec)
         return self.take(stage, None)
+
+    def share(self, tensor: torch.Tensor, stage: int) -> None:
+        """Fills bytes on all stages with those of one, outside of the order of a step's messages.
+
+        Collective over pp: all must call.
+
+        Args:
+            tensor: of bytes, contiguous, on the run's device.
+            stage: whose bytes.
+        """
+        if stage in self._inward:
+            group, peer = self._inward[stage]
+            group.recv([tensor], peer, 0).wait()
+            return
+        for other in self._outward:
+            self.send(tensor, other, copy=False)
 
     def drain(self) -> None:
         """Receives and drops all that was posted and not taken."""
@@ -137,7 +156,7 @@ class Channels:
         else:
             self.clock.wait(posted.work, stage, posted.key)
         if self._stages and posted.spec.on_run_device:
-            return posted.buffer.to(self._device)
+            return posted.buffer.to(self.device)
         return posted.buffer
 
 

@@ -71,7 +71,7 @@ class PipelineEngine:
         self._always_recorded: set[Hashable] = set()
         self._known_names: set[str] = set()
         self._courses: OrderedDict[Hashable, Course] = OrderedDict()
-        self.fetching = Fetching(self.rank, control)
+        self.fetching = Fetching(self.rank, control, channels)
         self._pool = FiberPool()
         self._step: Step | None = None
         self._measured: list[Any] | None = None

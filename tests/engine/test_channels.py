@@ -113,3 +113,16 @@ def test_sends_do_not_block_and_are_freed(found: list[dict[str, Any]]) -> None:
 def test_control(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["agreed"] == [[[0, None, torch.float32], [1, None, torch.float32]], True, True]
+
+
+def _shared(rank: int, world_size: int) -> list[int]:
+    with gloo_group():
+        channels = _channels(world_size)
+        mine = torch.tensor([rank, 10 + rank], dtype=torch.uint8)
+        channels.share(mine, 1)
+        channels.finish()
+        return mine.tolist()
+
+
+def test_bytes_of_one_stage_come_to_all() -> None:
+    assert run_ranks(_shared, 3) == [[1, 11]] * 3

@@ -16,9 +16,12 @@ _CPU = torch.device("cpu")
 
 
 class _Line:
-    """Stands in for the control messages of two ranks; the home of a tensor must go first."""
+    """Stands in for the messages of two ranks; the home of a tensor must go first."""
 
-    def __init__(self) -> None:
+    device = _CPU
+
+    def __init__(self, *, is_direct: bool = False) -> None:
+        self.is_direct = is_direct
         self.sent: list[Tensor] = []
         self.shared = 0
 
@@ -36,10 +39,19 @@ def _placed(real: Tensor, home: int, rank: int) -> PlacedTensor:
     return PlacedTensor(spec_of(real, _CPU), _CPU, value)
 
 
-def _fetch(reals: list[Tensor], homes: list[int], *, offered: bool) -> tuple[list[Any], int]:
-    """What rank 1 gets of tensors that are real on rank 0 or on all; how many messages it took."""
-    line = _Line()
-    ranks = [Fetching(rank, line) for rank in range(2)]  # type: ignore[arg-type]
+_NOBODY: Any = None
+
+
+def _fetch(
+    reals: list[Tensor], homes: list[int], *, offered: bool, is_direct: bool = False
+) -> tuple[list[Any], int]:
+    """What rank 1 gets of tensors that are real on rank 0 or on all; how many messages it took.
+
+    ``is_direct``: the messages are those of the devices; there are none of the hosts.
+    """
+    line: Any = _Line(is_direct=is_direct)
+    control = _NOBODY if is_direct else line
+    ranks = [Fetching(rank, control, line) for rank in range(2)]
     asked = [
         [_placed(real, home, rank) for real, home in zip(reals, homes, strict=True)]
         for rank in range(2)
@@ -63,11 +75,13 @@ _SETS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("offered", [True, False])
+@pytest.mark.parametrize("way", ["offered", "asked for", "device to device"])
 @pytest.mark.parametrize("name", list(_SETS))
-def test_every_rank_gets_the_numbers(name: str, offered: bool) -> None:
-    reals = _SETS[name]
-    found, messages = _fetch(reals, [0] * len(reals), offered=offered)
+def test_every_rank_gets_the_numbers(name: str, way: str) -> None:
+    reals, offered, is_direct = _SETS[name], way == "offered", way == "device to device"
+    found, messages = _fetch(
+        reals, [0] * len(reals), offered=offered or is_direct, is_direct=is_direct
+    )
     for got, real in zip(found, reals, strict=True):
         assert type(got) is Tensor
         assert got.dtype == real.dtype
@@ -84,8 +98,8 @@ def test_many_numbers_get_a_message_of_their_own() -> None:
 
 
 def test_an_offer_is_for_these_tensors_and_this_step_only() -> None:
-    line = _Line()
-    fetching = Fetching(0, line)  # type: ignore[arg-type]
+    line: Any = _Line()
+    fetching = Fetching(0, line, line)
     one, other = (_placed(torch.tensor(x), 0, 0) for x in (1.0, 2.0))
     fetching.accept([fetching.offer([one]), b""])
     assert fetching.fetch([other])[0].item() == 2.0
