@@ -30,7 +30,7 @@ Directions = dict[tuple[int, int], dist.ProcessGroup]
 _MAX_BLOCKS = 4
 """Thread blocks of a communicator between two stages."""
 
-_AHEAD = 2
+_AHEAD = 4
 """Actions by which receives are posted earlier where a posted receive holds up nobody."""
 
 _MAX_UNFINISHED = 256

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_smp.partitioning.atoms import find_atoms
 from lightning_smp.placed.compiling import UnitCompiler
-from lightning_smp.placed.random import isolated_draws, mix_seed
+from lightning_smp.placed.random import SEED_START, isolated_draws, seed_after, stir
 
 __all__ = ["SeededUnits"]
 
@@ -33,7 +33,7 @@ class SeededUnits:
         compiler: UnitCompiler | None = None,
     ) -> None:  # fmt: skip
         self.device = device
-        self.seed: tuple[int, ...] | None = None
+        self.state: int | None = None  # of seeds, after the microbatch's part; None draws as usual
         self.calls: dict[int, int] = {}
         self._seeds = seeds
         self._entries = [
@@ -53,7 +53,7 @@ class SeededUnits:
 
     def begin(self, seed: tuple[int, ...]) -> None:
         """A microbatch begins."""
-        self.seed = seed if self._seeds else None
+        self.state = stir(SEED_START, *seed) if self._seeds else None
         self.calls = {}
 
     @contextmanager
@@ -87,19 +87,19 @@ class _Region:
         self._owner = owner
         self._function = function
         self._ran = ran
-        self._seed, self._calls = owner.seed, dict(owner.calls)
+        self._state, self._calls = owner.state, dict(owner.calls)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._ran:
             self._ran = True
             return self._function(*args, **kwargs)
         owner = self._owner
-        before = owner.seed, owner.calls
-        owner.seed, owner.calls = self._seed, dict(self._calls)
+        before = owner.state, owner.calls
+        owner.state, owner.calls = self._state, dict(self._calls)
         try:
             return self._function(*args, **kwargs)
         finally:
-            owner.seed, owner.calls = before
+            owner.state, owner.calls = before
 
 
 class _SeededForward:
@@ -118,11 +118,11 @@ class _SeededForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self._owner
-        if owner.seed is None:
+        if owner.state is None:
             return self._forward(*args, **kwargs)
         ordinal = owner.calls.get(self._index, 0)
         owner.calls[self._index] = ordinal + 1
-        seed = mix_seed(*owner.seed, self._index, ordinal)
+        seed = seed_after(owner.state, self._index, ordinal)
         guard = self._draws_python is not False
         with isolated_draws(seed, owner.device, guard_python=guard) as draws:
             result = self._forward(*args, **kwargs)
