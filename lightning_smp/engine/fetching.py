@@ -74,18 +74,22 @@ class Fetching:
         found = list(tensors)
         with torch._C.DisableTorchFunctionSubclass():
             for (home, is_direct), ordinals in sorted(parts.items()):
-                asked = [tensors[ordinal] for ordinal in ordinals]
-                if home in (self._rank, EVERYWHERE):
-                    numbers = [_local(tensor).detach() for tensor in asked]
-                if home != EVERYWHERE:
-                    known = told[home] if told and not is_direct else b""
-                    if home == self._rank:
-                        self._give(asked, known, is_direct)
-                    else:
-                        numbers = _divided(self._take(asked, home, known, is_direct), asked)
+                part = [tensors[ordinal] for ordinal in ordinals]
+                numbers = self._numbers(part, home, [] if is_direct else told, is_direct)
                 for ordinal, tensor in zip(ordinals, numbers, strict=True):
                     found[ordinal] = tensor
         return found
+
+    def _numbers(
+        self, tensors: list[torch.Tensor], home: int, told: list[bytes], is_direct: bool
+    ) -> list[torch.Tensor]:
+        """The numbers of tensors of one home; every rank knows their types and shapes."""
+        known = told[home] if told and home != EVERYWHERE else b""
+        if home not in (self._rank, EVERYWHERE):
+            return _divided(self._take(tensors, home, known, is_direct), tensors)
+        if home == self._rank:
+            self._give(tensors, known, is_direct)
+        return [_local(tensor).detach() for tensor in tensors]
 
     def _is_direct(self, tensor: torch.Tensor) -> bool:
         """Whether its numbers travel from device to device."""
@@ -105,7 +109,7 @@ class Fetching:
     def _take(
         self, tensors: list[torch.Tensor], home: int, known: bytes, is_direct: bool
     ) -> torch.Tensor:
-        """The bytes of tensors of one home; every rank knows their types and shapes."""
+        """The bytes of tensors that live elsewhere."""
         total = sum(map(_num_bytes, tensors))
         if total and len(known) == total:
             return torch.frombuffer(bytearray(known), dtype=torch.uint8)

@@ -221,13 +221,12 @@ class Step(Backwards):
         """The user's step for one microbatch, from its first call to its last."""
         run = self.runs[m]
         plan = self.plan
-        thread = self.runtime.thread
-        former, thread.run = thread.run, run
+        former = self.runtime.activate(run)
         try:
             with OuterMode(run):
                 result = self.results[m] = plan.bodies[m]()
         finally:
-            thread.run = former
+            self.runtime.activate(former)
         if plan.loss_of is not None:
             assert plan.loss_seed is not None
             loss = plan.loss_of(result)

@@ -47,13 +47,13 @@ def _count_unheld(lane: list[Any]) -> int:
     return getrefcount(tensor)
 
 
-UNHELD = _count_unheld([object()])
+_UNHELD = _count_unheld([object()])
 """References to a placeholder that only a lane and a local variable hold.
 
 It depends on Python's release whether the argument of the count is one of them.
 """
 
-_LENT = UNHELD + 1
+_LENT = _UNHELD + 1
 """The same for one that is also in the list of those that are lent."""
 
 
@@ -133,7 +133,7 @@ class ReadyCall:
         if not self._is_plain:
             return self._finish(run, args)
         tensor = lane[self.value]
-        is_free = getrefcount(tensor) == UNHELD and not getweakrefcount(tensor)
+        is_free = getrefcount(tensor) == _UNHELD and not getweakrefcount(tensor)
         if is_free and tensor._value.wear == AS_NEW:
             tensor._value.mark = run.mark
             if run.region is not None:
@@ -164,7 +164,7 @@ class ReadyCall:
         home, place, lane = self.entry.home, self.value + ordinal, run.lane
         node = run.tracker.node(home)
         tensor: PlacedTensor = lane[place]
-        is_free = getrefcount(tensor) == UNHELD and not getweakrefcount(tensor)
+        is_free = getrefcount(tensor) == _UNHELD and not getweakrefcount(tensor)
         if is_free and tensor._value.wear < SPOILT:
             value = tensor._value
             value.mark = run.mark

@@ -27,9 +27,6 @@ class Route:
         program: the program.
         rank: the rank.
         units: the units by ordinal.
-
-    Attributes:
-        first: the first call; `NOTHING` if it must go the long way.
     """
 
     def __init__(self, program: Program, rank: int, units: Mapping[int, UnitEntry]) -> None:
@@ -47,7 +44,6 @@ class Route:
         for call, following in pairwise(self._calls):
             if call is not NOTHING:
                 call.following = following
-        self.first = self._calls[0]
         self._fresh, self._filled = places.lane(), places.filled()
         self._lanes: list[list[Any]] = []
         self._inputs: list[tuple[int, int]] | None = None

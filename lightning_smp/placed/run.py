@@ -183,7 +183,7 @@ class MicrobatchRun(Results):
             self.begin_recording()
         else:
             self.lane = self.route.enter(self.inputs, self.context.table.held)
-            self.upcoming = self.route.first
+            self._go_to(0)
 
     def end(self) -> None:
         """The step's code has come to its end."""

@@ -45,20 +45,15 @@ def _alive_while_running(rank: int, world_size: int, grad: bool) -> list[int]:
     with gloo_group(60):
         seed_everywhere(3, torch.device("cpu"))
         rig = Rig(Chain(), _ALL_HERE)
+        run = rig.train if grad else rig.evaluate
         for microbatches in samples(2, 2):
-            if grad:
-                rig.train(step, microbatches)
-            else:
-                rig.evaluate(step, microbatches)
+            run(step, microbatches)
         made.clear()
         counts.clear()
         gc.collect()
         gc.disable()
         (microbatches,) = samples(1, 3)
-        if grad:
-            rig.train(step, microbatches)
-        else:
-            rig.evaluate(step, microbatches)
+        run(step, microbatches)
         gc.enable()
         counts.append(sum(r() is not None for r in made))
     return counts
