@@ -182,8 +182,9 @@ class Step(Backwards):
         if any(report[1] != reports[0][1] for report in reports):
             raise CommunicationError(
                 "the stages drew different random numbers in the step's own code (outside of "
-                "submodules) or in a submodule that uses Python's or NumPy's global generator "
-                "only sometimes. Draw from torch, or outside of data-dependent branches."
+                "submodules) or in a submodule that uses Python's or NumPy's global generator, "
+                "or on a GPU the host's one of torch, only sometimes. Draw from torch on the "
+                "model's device, or outside of data-dependent branches."
             )
         if not self.deviations:
             self.engine.fetching.accept([report[2] for report in reports])

@@ -8,7 +8,7 @@ import torch
 
 from lightning_smp.placed.moving import Moving
 from lightning_smp.placed.operands import Operands
-from lightning_smp.placed.random import digest_draws, isolated_draws, seed_after
+from lightning_smp.placed.random import Guard, digest_draws, isolated_draws, unit_seed
 from lightning_smp.placed.structure import iter_tensors, map_tensors
 from lightning_smp.placed.tensor import PlacedTensor
 from lightning_smp.placed.units import UnitEntry
@@ -28,7 +28,7 @@ class Executing(Moving):
         """
         if type(target) is not UnitEntry:
             return None
-        return seed_after(self.seed_state, target.index, ordinal)
+        return unit_seed(self.seed_state, target.index, ordinal)
 
     def _execute(
         self, target: Any, args: Any, kwargs: Any, operands: Operands, seed: int | None
@@ -66,7 +66,7 @@ class Executing(Moving):
     def _run_followed(self, target: Any, args: Any, kwargs: Any, seed: int | None) -> Any:
         if seed is None:
             return target(*args, **kwargs)
-        with isolated_draws(seed, self.context.device, guard_python=target.draws_python):
+        with isolated_draws(seed, self.context.device, target.guard):
             return _run_unit(self, target, args, kwargs)
 
     def _run_recorded(self, target: Any, args: Any, kwargs: Any, seed: int | None) -> Any:
@@ -78,11 +78,11 @@ class Executing(Moving):
             self.drew = before != digest_draws(self.context.device)
             return result
         buffers = target.buffer_state()
-        with isolated_draws(seed, self.context.device, guard_python=True) as draws:
+        with isolated_draws(seed, self.context.device, Guard.ALL) as draws:
             result = _run_unit(self, target, args, kwargs, observe=True)
             self.wrote = buffers != target.buffer_state()
             self.drew = draws.used()
-            target.draws_python |= draws.used_python()
+            target.guard = max(target.guard, draws.needed())
         return result
 
     def _draw_alike(self, target: Any, args: Any, kwargs: Any) -> None:
@@ -104,7 +104,7 @@ class Executing(Moving):
         """Runs a call again on real operands, for activation checkpointing."""
         if seed is None:
             return target(*args, **kwargs)
-        with isolated_draws(seed, self.context.device, guard_python=True):
+        with isolated_draws(seed, self.context.device, Guard.ALL):
             return _run_unit(replay, target, args, kwargs)
 
 

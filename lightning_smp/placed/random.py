@@ -12,6 +12,7 @@ import ctypes
 import random
 import sys
 import zlib
+from enum import IntEnum
 from functools import cache
 from typing import Any
 
@@ -20,13 +21,14 @@ import torch
 __all__ = [
     "SEED_START",
     "DrawState",
+    "Guard",
     "digest_draws",
     "digest_torch_draws",
     "isolated_draws",
     "mix_seed",
-    "seed_after",
     "seed_everywhere",
     "stir",
+    "unit_seed",
 ]
 
 SEED_START = 0x9E3779B97F4A7C15
@@ -40,9 +42,15 @@ def mix_seed(*parts: int) -> int:
     return stir(SEED_START, *parts) & (_MASK >> 1)
 
 
-def seed_after(state: int, *parts: int) -> int:
-    """The seed of all parts of which the first have already been stirred into ``state``."""
-    return stir(state, *parts) & (_MASK >> 1)
+def unit_seed(state: int, unit: int, ordinal: int) -> int:
+    """The seed of a unit's stream in one of its calls.
+
+    Args:
+        state: what the step's and the microbatch's part of the seed have been stirred into.
+        unit: ordinal of the unit.
+        ordinal: of the call among those of the unit, in this microbatch.
+    """
+    return stir(state, unit | ordinal << 32) & (_MASK >> 1)
 
 
 def stir(state: int, *parts: int) -> int:
@@ -179,54 +187,75 @@ def seed_everywhere(seed: int, device: torch.device) -> None:
         _cuda_generator(device).manual_seed(seed)
 
 
+class Guard(IntEnum):
+    """Which of the default generators a body is known to leave alone, and which must be guarded."""
+
+    DEVICE = 0
+    """Torch's generator of the run's device may be drawn from."""
+    TORCH = 1
+    """And that of the host, which costs more than all else: its state is 5 kilobytes."""
+    ALL = 2
+    """And Python's and NumPy's, which costs about 15 microseconds."""
+
+
 class isolated_draws:  # noqa: N801 - a context manager, used like a function
     """Runs its body on streams seeded by ``seed``; the default streams go on where they were.
 
     Args:
-        seed: for torch's generators (and Python's and NumPy's, with ``guard_python``).
+        seed: for the generators that are guarded.
         device: the run's device.
-        guard_python: whether the body may draw from ``random`` or ``numpy.random``; guarding them
-            costs about 15 microseconds.
+        guard: which are; the others are left alone.
     """
 
-    __slots__ = ("_cuda", "_cuda_saved", "_device", "_guard_python", "_saved", "_seed")
+    __slots__ = ("_cuda", "_cuda_saved", "_device", "_guard", "_saved", "_seed")
 
-    def __init__(self, seed: int, device: torch.device, *, guard_python: bool) -> None:
+    def __init__(self, seed: int, device: torch.device, guard: Guard) -> None:
         self._seed = seed
         self._device = device
-        self._guard_python = guard_python
+        self._guard = guard
         self._cuda = _cuda_generator(device) if device.type == "cuda" else None
 
     def __enter__(self) -> isolated_draws:
-        if self._guard_python:
+        guard, cuda, seed = self._guard, self._cuda, self._seed
+        if guard is Guard.ALL:
             self._saved: Any = DrawState(self._device)
-            seed_everywhere(self._seed, self._device)
+            seed_everywhere(seed, self._device)
             return self
-        generator = torch.default_generator
-        self._saved = generator.get_state()
-        generator.manual_seed(self._seed)
-        if self._cuda is not None:
-            self._cuda_saved = self._cuda.get_state()
-            self._cuda.manual_seed(self._seed)
+        if cuda is not None:
+            self._cuda_saved = cuda.get_state()
+            cuda.manual_seed(seed)
+        if guard is Guard.TORCH or cuda is None:
+            self._saved = torch.default_generator.get_state()
+            torch.default_generator.manual_seed(seed)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._guard_python:
+        guard, cuda = self._guard, self._cuda
+        if guard is Guard.ALL:
             self._saved.restore()
             return
-        torch.default_generator.set_state(self._saved)
-        if self._cuda is not None:
-            self._cuda.set_state(self._cuda_saved)
+        if cuda is not None:
+            cuda.set_state(self._cuda_saved)
+        if guard is Guard.TORCH or cuda is None:
+            torch.default_generator.set_state(self._saved)
 
     def used(self) -> bool:
         """Whether the body has drawn from torch so far (asked inside it)."""
+        drew_cuda = self._cuda is not None and self._cuda.get_offset() > 0
+        return drew_cuda or self._used_host()
+
+    def needed(self) -> Guard:
+        """The least guard that would do for what the body has drawn so far; asked under `ALL`."""
+        if self._used_python():
+            return Guard.ALL
+        return Guard.TORCH if self._cuda is None or self._used_host() else Guard.DEVICE
+
+    def _used_host(self) -> bool:
         now = torch.default_generator.get_state()
         fresh = torch.Generator().manual_seed(self._seed).get_state()
-        drew_cuda = self._cuda is not None and self._cuda.get_offset() > 0
-        return drew_cuda or not torch.equal(now, fresh)
+        return not torch.equal(now, fresh)
 
-    def used_python(self) -> bool:
-        """Whether the body has drawn from Python's or NumPy's generators so far."""
+    def _used_python(self) -> bool:
         now = random.getstate()
         random.seed(self._seed)
         drew = now != random.getstate()

@@ -12,7 +12,7 @@ import torch
 
 from lightning_smp.placed.outcome import mismatch
 from lightning_smp.placed.places import has_nested_tensors
-from lightning_smp.placed.random import seed_after
+from lightning_smp.placed.random import unit_seed
 from lightning_smp.placed.ready import ReadyCall, take_back
 from lightning_smp.placed.tensor import PlacedTensor
 from lightning_smp.program import Entry
@@ -60,7 +60,7 @@ class OwnCall(ReadyCall):
             given = given[: self._num_positional]
         seed = None
         if self._is_unit:
-            seed = seed_after(run.seed_state, target.index, entry.unit_call)
+            seed = unit_seed(run.seed_state, target.index, entry.unit_call)
         result = run.execute(target, given, named, seed)
         return self._wrap(run, result, seed)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_smp.partitioning.atoms import find_atoms
 from lightning_smp.placed.compiling import UnitCompiler
-from lightning_smp.placed.random import SEED_START, isolated_draws, seed_after, stir
+from lightning_smp.placed.random import SEED_START, Guard, isolated_draws, stir, unit_seed
 
 __all__ = ["SeededUnits"]
 
@@ -114,7 +114,7 @@ class _SeededForward:
         self._forward: Callable[..., Any] = self._original
         if compiler is not None:
             self._forward = compiler.compile(name, module, self._original)
-        self._draws_python: bool | None = None
+        self._guards: dict[bool, Guard] = {}  # by the training flag, from the first such call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self._owner
@@ -122,12 +122,13 @@ class _SeededForward:
             return self._forward(*args, **kwargs)
         ordinal = owner.calls.get(self._index, 0)
         owner.calls[self._index] = ordinal + 1
-        seed = seed_after(owner.state, self._index, ordinal)
-        guard = self._draws_python is not False
-        with isolated_draws(seed, owner.device, guard_python=guard) as draws:
+        seed = unit_seed(owner.state, self._index, ordinal)
+        is_training = self.module.training
+        guard = self._guards.get(is_training)
+        with isolated_draws(seed, owner.device, Guard.ALL if guard is None else guard) as draws:
             result = self._forward(*args, **kwargs)
-            if self._draws_python is None:
-                self._draws_python = draws.used_python()
+            if guard is None:
+                self._guards[is_training] = draws.needed()
         return result
 
     def remove(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_smp.errors import UnsupportedError
+from lightning_smp.placed.random import Guard
 from lightning_smp.placed.structure import iter_tensors, map_tensors
 from lightning_smp.placed.tensor import PlacedTensor
 from lightning_smp.placed.tokens import flags_of
@@ -48,7 +49,7 @@ class UnitEntry:
         self.module = module
         self.stage = stage
         self.cost = cost
-        self.draws_python = False
+        self.guard = Guard.DEVICE  # of its random streams, as far as its recorded calls tell
         self._whole_call = _needs_whole_call(module)
         self._original: Callable[..., Any] = (
             module._call_impl if self._whole_call else module.forward

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import torch
 
 from lightning_smp.errors import CommunicationError
-from lightning_smp.placed.random import isolated_draws, mix_seed
+from lightning_smp.placed.random import Guard, isolated_draws, mix_seed
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -148,7 +148,7 @@ class TensorParallel:
         if self.size == 1:
             yield
             return
-        with isolated_draws(self._seed(module, sliced=sliced), device, guard_python=False):
+        with isolated_draws(self._seed(module, sliced=sliced), device, Guard.TORCH):
             yield
 
     def begin_slices(self, module: int, device: torch.device) -> None:
@@ -157,7 +157,7 @@ class TensorParallel:
         For a pair of split layers with the user's code between them.
         """
         seed = self._seed(module, sliced=True)
-        self._open_slices = seed, isolated_draws(seed, device, guard_python=False).__enter__()
+        self._open_slices = seed, isolated_draws(seed, device, Guard.TORCH).__enter__()
 
     def end_slices(self) -> None:
         """Go on where `begin_slices` was called, unless another stream has taken over since.

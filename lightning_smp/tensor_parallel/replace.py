@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_smp.deferred import default_dtype, deferring, is_deferred
 from lightning_smp.errors import ConfigError
-from lightning_smp.placed.random import isolated_draws, mix_seed
+from lightning_smp.placed.random import Guard, isolated_draws, mix_seed
 from lightning_smp.tensor_parallel.context import TensorParallel
 from lightning_smp.tensor_parallel.marks import mark_of
 from lightning_smp.tensor_parallel.module import DistributedModule, number_modules
@@ -242,7 +242,7 @@ class _Worker:
         seed = mix_seed(torch.initial_seed(), self._tp.rank, len(self.distributed))
         device = torch.device("cpu") if tensor is None else tensor.device
         lazily = deferring() if is_deferred(tensor) else nullcontext()
-        draws = isolated_draws(seed, device, guard_python=True)
+        draws = isolated_draws(seed, device, Guard.ALL)
         with default_dtype(dtype), device, draws, lazily:
             yield
 

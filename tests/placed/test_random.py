@@ -15,11 +15,15 @@ from hypothesis import strategies as st
 
 from lightning_smp.placed import random as streams
 from lightning_smp.placed.random import (
+    SEED_START,
     DrawState,
+    Guard,
     digest_draws,
     isolated_draws,
     mix_seed,
     seed_everywhere,
+    stir,
+    unit_seed,
 )
 
 CPU = torch.device("cpu")
@@ -49,6 +53,12 @@ def test_seeds_of_neighbours_differ() -> None:
     grid = {mix_seed(*parts) for parts in itertools.product(range(6), repeat=4)}
     assert len(grid) == 6**4
     assert mix_seed(1, 2) != mix_seed(2, 1)
+
+
+def test_units_and_their_calls_have_seeds_of_their_own() -> None:
+    states = [stir(SEED_START, 0, microbatch) for microbatch in range(4)]
+    calls = itertools.product(states, range(30), range(30))
+    assert len({unit_seed(*call) for call in calls}) == 4 * 30 * 30
 
 
 def test_restored_streams_repeat() -> None:
@@ -111,37 +121,52 @@ def test_state_travels_as_plain_data() -> None:
     assert draw() == first
 
 
-@pytest.mark.parametrize("guard_python", [True, False])
-def test_isolated_draws_leave_no_trace(guard_python: bool) -> None:
+@pytest.mark.parametrize("guard", Guard)
+def test_isolated_draws_leave_no_trace(guard: Guard) -> None:
     before = digest_draws(CPU)
-    with isolated_draws(5, CPU, guard_python=guard_python):
+    with isolated_draws(5, CPU, guard):
         first = torch.rand(3)
-        if guard_python:
+        if guard is Guard.ALL:
             draw()
     assert digest_draws(CPU) == before
     torch.rand(7)
-    with isolated_draws(5, CPU, guard_python=guard_python):
+    with isolated_draws(5, CPU, guard):
         assert torch.rand(3).tolist() == first.tolist()
+
+
+def test_the_hosts_stream_is_left_alone_where_only_the_device_draws(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = torch.Generator().manual_seed(1)  # stands for a CUDA generator
+    monkeypatch.setattr(streams, "_cuda_generator", lambda _: device)
+    host, before = torch.default_generator.get_state(), device.get_state()
+    for guard, is_guarded in ((Guard.DEVICE, False), (Guard.TORCH, True)):
+        with isolated_draws(5, torch.device("cuda"), guard):
+            assert device.initial_seed() == 5
+            assert torch.equal(torch.default_generator.get_state(), host) is not is_guarded
+            torch.rand(1, generator=device)
+        assert torch.equal(device.get_state(), before)
+        assert torch.equal(torch.default_generator.get_state(), host)
 
 
 def test_isolated_draws_are_undone_after_an_error() -> None:
     before = digest_draws(CPU)
-    with contextlib.suppress(KeyError), isolated_draws(5, CPU, guard_python=True):
+    with contextlib.suppress(KeyError), isolated_draws(5, CPU, Guard.ALL):
         draw()
         raise KeyError
     assert digest_draws(CPU) == before
 
 
 def test_what_was_drawn_is_known() -> None:
-    with isolated_draws(5, CPU, guard_python=True) as draws:
+    with isolated_draws(5, CPU, Guard.ALL) as draws:
         assert not draws.used()
-        assert not draws.used_python()
+        assert draws.needed() is Guard.TORCH  # on the CPU that is the device's
         torch.rand(1)
         assert draws.used()
-        assert not draws.used_python()
+        assert draws.needed() is Guard.TORCH
         np.random.rand()
-        assert draws.used_python()
-    with isolated_draws(5, CPU, guard_python=True) as draws:
+        assert draws.needed() is Guard.ALL
+    with isolated_draws(5, CPU, Guard.ALL) as draws:
         random.random()
         assert not draws.used()
-        assert draws.used_python()
+        assert draws.needed() is Guard.ALL
