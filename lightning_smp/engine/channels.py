@@ -31,7 +31,7 @@ _MAX_BLOCKS = 4
 """Thread blocks of a communicator between two stages."""
 
 _AHEAD = 4
-"""Actions by which receives are posted earlier where a posted receive holds up nobody."""
+"""Actions by which receives are posted earlier, at least, where a posted one holds up nobody."""
 
 _MAX_UNFINISHED = 256
 """Sends whose buffers are kept before the oldest is waited for."""
@@ -62,7 +62,7 @@ class Channels:
     Attributes:
         device: the run's device.
         is_direct: whether tensors of that device travel without the host, which does not wait.
-        ahead: by how many actions receives may be posted earlier than they must.
+        ahead: by how many actions receives are posted earlier than they must, at least.
         clock: measures waits while it is set.
     """
 

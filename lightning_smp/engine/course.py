@@ -49,7 +49,7 @@ def plan_course(
         runtime: this rank's.
         schedule: of all ranks.
         programs: by microbatch.
-        ahead: actions by which receives are posted earlier than `receives_before` says.
+        ahead: actions by which receives are posted earlier than `receives_before` says, at least.
     """
     row = schedule.ranks[runtime.rank]
     receives = receives_before(one_order(schedule.ranks, programs), programs, runtime.rank)

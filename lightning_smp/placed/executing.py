@@ -8,7 +8,14 @@ import torch
 
 from lightning_smp.placed.moving import Moving
 from lightning_smp.placed.operands import Operands
-from lightning_smp.placed.random import Guard, digest_draws, isolated_draws, unit_seed
+from lightning_smp.placed.random import (
+    Guard,
+    digest_draws,
+    isolated_draws,
+    lend,
+    take_back,
+    unit_seed,
+)
 from lightning_smp.placed.structure import iter_tensors, map_tensors
 from lightning_smp.placed.tensor import PlacedTensor
 from lightning_smp.placed.units import UnitEntry
@@ -66,8 +73,15 @@ class Executing(Moving):
     def _run_followed(self, target: Any, args: Any, kwargs: Any, seed: int | None) -> Any:
         if seed is None:
             return target(*args, **kwargs)
-        with isolated_draws(seed, self.context.device, target.guard):
+        generators = target.generators
+        if generators is None:
+            with isolated_draws(seed, self.context.device, Guard.ALL):
+                return _run_unit(self, target, args, kwargs)
+        lent = lend(generators, seed)
+        try:
             return _run_unit(self, target, args, kwargs)
+        finally:
+            take_back(generators, lent)
 
     def _run_recorded(self, target: Any, args: Any, kwargs: Any, seed: int | None) -> Any:
         """Runs a call and notes whether it draws random numbers and writes buffers."""
@@ -82,7 +96,7 @@ class Executing(Moving):
             result = _run_unit(self, target, args, kwargs, observe=True)
             self.wrote = buffers != target.buffer_state()
             self.drew = draws.used()
-            target.guard = max(target.guard, draws.needed())
+            target.note_draws(draws.needed())
         return result
 
     def _draw_alike(self, target: Any, args: Any, kwargs: Any) -> None:

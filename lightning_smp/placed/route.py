@@ -10,6 +10,7 @@ import torch
 
 from lightning_smp.placed.passing import PassedCall
 from lightning_smp.placed.places import Places
+from lightning_smp.placed.random import unit_seed
 from lightning_smp.placed.ready import NOTHING, ReadyCall
 from lightning_smp.placed.running import OwnCall
 from lightning_smp.program import Program
@@ -32,6 +33,7 @@ class Route:
     def __init__(self, program: Program, rank: int, units: Mapping[int, UnitEntry]) -> None:
         places = Places(program.num_values)
         self._calls: list[ReadyCall] = []
+        self._draws: list[tuple[int, int]] = []  # unit and ordinal of each of its calls here
         for position, entry in enumerate(program.entries):
             call: ReadyCall = NOTHING
             for kind in (PassedCall, OwnCall):
@@ -39,6 +41,9 @@ class Route:
                     token = entry.key[0]
                     target = units[token[1]] if isinstance(token, tuple) else token
                     call = kind(entry, position, target, places)
+                    if isinstance(call, OwnCall) and isinstance(token, tuple):
+                        call.draw = len(self._draws)
+                        self._draws.append((token[1], entry.unit_call))
             self._calls.append(call)
         self._calls.append(NOTHING)
         for call, following in pairwise(self._calls):
@@ -67,6 +72,13 @@ class Route:
                 if type(tensor) is torch.Tensor and id(tensor) not in held:
                     lane[place] = tensor
         return lane
+
+    def seeds(self, state: int) -> list[int]:
+        """The seeds of the units' calls of a microbatch, by `OwnCall.draw`.
+
+        All at once: between the units' own work each takes several times as long.
+        """
+        return [unit_seed(state, unit, ordinal) for unit, ordinal in self._draws]
 
     def finish(self, lane: list[Any], inputs: Sequence[torch.Tensor]) -> None:
         """The step's code of a microbatch has come to its end."""

@@ -176,6 +176,7 @@ class MicrobatchRun(Results):
             units = {unit.index: unit for unit in self.context.runtime.units}
             program.route = Route(program, self.rank, units)
         self.route = program.route
+        self.seeds = program.route.seeds(self.seed_state)
 
     def begin(self) -> None:
         """The step's code begins."""

@@ -46,6 +46,9 @@ class RunState:
     boundary_draws: int | None = None
     watch: AttributeWatch | None = None
 
+    # What only a run that follows needs (`follow`).
+    seeds: list[int]
+
     # What only a run that records needs (`begin_recording`).
     program: Program
     entries: list[Entry]

@@ -12,7 +12,6 @@ import torch
 
 from lightning_smp.placed.outcome import mismatch
 from lightning_smp.placed.places import has_nested_tensors
-from lightning_smp.placed.random import unit_seed
 from lightning_smp.placed.ready import ReadyCall, take_back
 from lightning_smp.placed.tensor import PlacedTensor
 from lightning_smp.program import Entry
@@ -25,9 +24,13 @@ __all__ = ["OwnCall"]
 
 
 class OwnCall(ReadyCall):
-    """One call of a program that this rank runs; arguments as of `ReadyCall`."""
+    """One call of a program that this rank runs; arguments as of `ReadyCall`.
 
-    __slots__ = ("_arrivals", "_is_unit", "_num_positional", "_placed")
+    Attributes:
+        draw: which of the run's seeds a unit draws by; -1 for a function.
+    """
+
+    __slots__ = ("_arrivals", "_num_positional", "_placed", "draw")
 
     is_here = True
 
@@ -36,7 +39,7 @@ class OwnCall(ReadyCall):
         self._arrivals = [(self.tensors[edge.operand], edge) for edge in entry.arrivals]
         self._placed = [i for i in self.tensors if self._keys[i][0] == "v"]
         self._num_positional = self._count - len(self._names)
-        self._is_unit = self.token is not target
+        self.draw = -1
 
     @staticmethod
     def suits(entry: Entry, rank: int) -> bool:
@@ -58,9 +61,7 @@ class OwnCall(ReadyCall):
         if self._names:
             named = dict(zip(self._names, given[self._num_positional :], strict=True))
             given = given[: self._num_positional]
-        seed = None
-        if self._is_unit:
-            seed = unit_seed(run.seed_state, target.index, entry.unit_call)
+        seed = None if self.draw < 0 else run.seeds[self.draw]
         result = run.execute(target, given, named, seed)
         return self._wrap(run, result, seed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +14,17 @@ from torch import nn
 
 from lightning_smp.partitioning.atoms import find_atoms
 from lightning_smp.placed.compiling import UnitCompiler
-from lightning_smp.placed.random import SEED_START, Guard, isolated_draws, stir, unit_seed
+from lightning_smp.placed.random import (
+    SEED_START,
+    Generators,
+    Guard,
+    generators_of,
+    isolated_draws,
+    lend,
+    stir,
+    take_back,
+    unit_seed,
+)
 
 __all__ = ["SeededUnits"]
 
@@ -33,8 +44,8 @@ class SeededUnits:
         compiler: UnitCompiler | None = None,
     ) -> None:  # fmt: skip
         self.device = device
-        self.state: int | None = None  # of seeds, after the microbatch's part; None draws as usual
-        self.calls: dict[int, int] = {}
+        self.streams: _Streams | None = None  # of the microbatch; None draws as usual
+        self._called: set[int] = set()
         self._seeds = seeds
         self._entries = [
             _SeededForward(self, atom.index, atom.name, atom.module, compiler)
@@ -53,8 +64,8 @@ class SeededUnits:
 
     def begin(self, seed: tuple[int, ...]) -> None:
         """A microbatch begins."""
-        self.state = stir(SEED_START, *seed) if self._seeds else None
-        self.calls = {}
+        if self._seeds:
+            self.streams = _Streams(stir(SEED_START, *seed), self._called)
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
@@ -80,6 +91,41 @@ class SeededUnits:
             yield
 
 
+class _Streams:
+    """The seeds of units' calls in one microbatch.
+
+    Args:
+        state: of seeds, after the microbatch's part.
+        called: units that earlier microbatches have called, to which others are added. Their first
+            seeds are made at once: between the units' own work it takes several times as long.
+    """
+
+    __slots__ = ("_called", "_calls", "_first", "_state")
+
+    def __init__(self, state: int, called: set[int]) -> None:
+        self._state = state
+        self._called = called
+        self._first = {unit: unit_seed(state, unit, 0) for unit in called}
+        self._calls: dict[int, int] = {}
+
+    def next_of(self, unit: int) -> int:
+        """The seed of a unit's next call."""
+        ordinal = self._calls.get(unit, 0)
+        self._calls[unit] = ordinal + 1
+        if ordinal == 0:
+            seed = self._first.get(unit)
+            if seed is not None:
+                return seed
+            self._called.add(unit)
+        return unit_seed(self._state, unit, ordinal)
+
+    def fork(self) -> _Streams:
+        """Streams that go on from here by themselves."""
+        fork = copy(self)
+        fork._calls = dict(self._calls)
+        return fork
+
+
 class _Region:
     """The function of a checkpointed region; every call but the first counts as the first did."""
 
@@ -87,19 +133,18 @@ class _Region:
         self._owner = owner
         self._function = function
         self._ran = ran
-        self._state, self._calls = owner.state, dict(owner.calls)
+        self._streams = None if owner.streams is None else owner.streams.fork()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._ran:
             self._ran = True
             return self._function(*args, **kwargs)
-        owner = self._owner
-        before = owner.state, owner.calls
-        owner.state, owner.calls = self._state, dict(self._calls)
+        owner, mine = self._owner, self._streams
+        before, owner.streams = owner.streams, None if mine is None else mine.fork()
         try:
             return self._function(*args, **kwargs)
         finally:
-            owner.state, owner.calls = before
+            owner.streams = before
 
 
 class _SeededForward:
@@ -114,21 +159,27 @@ class _SeededForward:
         self._forward: Callable[..., Any] = self._original
         if compiler is not None:
             self._forward = compiler.compile(name, module, self._original)
-        self._guards: dict[bool, Guard] = {}  # by the training flag, from the first such call
+        # By the training flag, from the first such call; None where Python's are among them.
+        self._generators: dict[bool, Generators | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        owner = self._owner
-        if owner.state is None:
+        streams = self._owner.streams
+        if streams is None:
             return self._forward(*args, **kwargs)
-        ordinal = owner.calls.get(self._index, 0)
-        owner.calls[self._index] = ordinal + 1
-        seed = unit_seed(owner.state, self._index, ordinal)
+        seed = streams.next_of(self._index)
         is_training = self.module.training
-        guard = self._guards.get(is_training)
-        with isolated_draws(seed, owner.device, Guard.ALL if guard is None else guard) as draws:
+        generators = self._generators.get(is_training)
+        if generators is not None:
+            lent = lend(generators, seed)
+            try:
+                return self._forward(*args, **kwargs)
+            finally:
+                take_back(generators, lent)
+        device = self._owner.device
+        with isolated_draws(seed, device, Guard.ALL) as draws:
             result = self._forward(*args, **kwargs)
-            if guard is None:
-                self._guards[is_training] = draws.needed()
+            if is_training not in self._generators:
+                self._generators[is_training] = generators_of(device, draws.needed())
         return result
 
     def remove(self) -> None:

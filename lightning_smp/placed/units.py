@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_smp.errors import UnsupportedError
-from lightning_smp.placed.random import Guard
+from lightning_smp.placed.random import Guard, generators_of
 from lightning_smp.placed.structure import iter_tensors, map_tensors
 from lightning_smp.placed.tensor import PlacedTensor
 from lightning_smp.placed.tokens import flags_of
@@ -49,7 +49,8 @@ class UnitEntry:
         self.module = module
         self.stage = stage
         self.cost = cost
-        self.guard = Guard.DEVICE  # of its random streams, as far as its recorded calls tell
+        self._guard = Guard.DEVICE
+        self.generators = generators_of(runtime.device, Guard.DEVICE)  # None: all, also Python's
         self._whole_call = _needs_whole_call(module)
         self._original: Callable[..., Any] = (
             module._call_impl if self._whole_call else module.forward
@@ -134,6 +135,11 @@ class UnitEntry:
             f"{self.name!r} cannot be pickled while the model is split over the pipeline stages. "
             "Save `trainer.strategy.lightning_module_state_dict()` instead."
         )
+
+    def note_draws(self, needed: Guard) -> None:
+        """A recorded call of the unit has drawn from generators that this guards."""
+        self._guard = max(self._guard, needed)
+        self.generators = generators_of(self.runtime.device, self._guard)
 
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that get gradients."""

@@ -192,5 +192,8 @@ def test_posting_earlier_keeps_the_order_and_leaves_nothing_out(ahead: int) -> N
     assert len(shifted) == len(table)
     assert _all([shifted]) == _all([table])
     for position in range(len(table)):
-        upto = table[: position + ahead + 1]
-        assert _all([shifted[: position + 1]]) == _all([upto])
+        posted = _all([shifted[: position + 1]])
+        at_least = _all([table[: position + ahead + 1]])
+        assert posted[: len(at_least)] == at_least
+        at_most = _all([table[: position + max(2 * ahead, 1)]])
+        assert posted == at_most[: len(posted)]

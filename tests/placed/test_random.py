@@ -134,18 +134,37 @@ def test_isolated_draws_leave_no_trace(guard: Guard) -> None:
         assert torch.rand(3).tolist() == first.tolist()
 
 
+class Counter:
+    """Stands for a CUDA generator: a seed, and how much was drawn."""
+
+    def __init__(self) -> None:
+        self.state = (3, 8)
+
+    def initial_seed(self) -> int:
+        return self.state[0]
+
+    def get_offset(self) -> int:
+        return self.state[1]
+
+    def manual_seed(self, seed: int) -> None:
+        self.state = (seed, 0)
+
+    def set_offset(self, offset: int) -> None:
+        self.state = (self.state[0], offset)
+
+
 def test_the_hosts_stream_is_left_alone_where_only_the_device_draws(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    device = torch.Generator().manual_seed(1)  # stands for a CUDA generator
+    device = Counter()
     monkeypatch.setattr(streams, "_cuda_generator", lambda _: device)
-    host, before = torch.default_generator.get_state(), device.get_state()
+    host = torch.default_generator.get_state()
     for guard, is_guarded in ((Guard.DEVICE, False), (Guard.TORCH, True)):
         with isolated_draws(5, torch.device("cuda"), guard):
-            assert device.initial_seed() == 5
+            assert device.state == (5, 0)
             assert torch.equal(torch.default_generator.get_state(), host) is not is_guarded
-            torch.rand(1, generator=device)
-        assert torch.equal(device.get_state(), before)
+            device.set_offset(64)
+        assert device.state == (3, 8)
         assert torch.equal(torch.default_generator.get_state(), host)
 
 
@@ -160,7 +179,7 @@ def test_isolated_draws_are_undone_after_an_error() -> None:
 def test_what_was_drawn_is_known() -> None:
     with isolated_draws(5, CPU, Guard.ALL) as draws:
         assert not draws.used()
-        assert draws.needed() is Guard.TORCH  # on the CPU that is the device's
+        assert draws.needed() is Guard.DEVICE
         torch.rand(1)
         assert draws.used()
         assert draws.needed() is Guard.TORCH
