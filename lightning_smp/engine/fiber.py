@@ -6,6 +6,7 @@ import _thread
 import contextlib
 import contextvars
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -92,24 +93,52 @@ class Fiber:
 
 
 class FiberPool:
-    """Daemon threads that are reused, since making one costs up to 0.8 ms."""
+    """Daemon threads that are reused, since making one costs up to 0.8 ms.
+
+    They end with the pool, whose engine is one of many in a process that trains again and again.
+    """
 
     def __init__(self) -> None:
-        self._idle: list[_Worker] = []
+        self._idle = _Idle()
+        weakref.finalize(self, self._idle.close).atexit = False
 
     def start(self, fiber: Fiber) -> None:
         """Runs the fiber in a thread."""
-        worker = self._idle.pop() if self._idle else _Worker(self._idle)
+        worker = self._idle.pop() or _Worker(self._idle)
         worker.give(fiber)
 
     def close(self) -> None:
-        """Lets the idle threads end."""
-        while self._idle:
-            self._idle.pop().give(None)
+        """Lets the idle threads end, and the others once they are idle."""
+        self._idle.close()
+
+
+class _Idle:
+    """The workers that have nothing to do."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+        self._is_closed = False
+
+    def pop(self) -> _Worker | None:
+        return self._workers.pop() if self._workers else None
+
+    def put(self, worker: _Worker) -> bool:
+        """Called by the worker itself; returns whether it will be given something, or None."""
+        self._workers.append(worker)
+        if self._is_closed:
+            with contextlib.suppress(ValueError):  # `close` has it already
+                self._workers.remove(worker)
+                return False
+        return True
+
+    def close(self) -> None:
+        self._is_closed = True
+        while self._workers:
+            self._workers.pop().give(None)
 
 
 class _Worker:
-    def __init__(self, idle: list[_Worker]) -> None:
+    def __init__(self, idle: _Idle) -> None:
         self._idle = idle
         self._fiber: Fiber | None = None
         self._wake = _thread.allocate_lock()
@@ -121,14 +150,15 @@ class _Worker:
         self._wake.release()
 
     def _serve(self) -> None:
-        while True:
+        is_needed = True
+        while is_needed:
             self._wake.acquire()
             fiber, self._fiber = self._fiber, None
             if fiber is None:
                 return
             fiber.run()
             del fiber
-            self._idle.append(self)
+            is_needed = self._idle.put(self)
 
 
 class ThreadModes:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -148,3 +150,38 @@ def test_threads_are_reused(pool: FiberPool) -> None:
             pass
         threads.append(fiber.result)
     assert len(set(threads)) == 1
+
+
+def test_threads_end_with_their_pool() -> None:
+    def num_workers() -> int:
+        return sum(thread.name == "smp-forward" for thread in threading.enumerate())
+
+    before = num_workers()
+    pool = FiberPool()
+    suspended: list[Fiber] = []
+    done = Fiber(pool, lambda: None, ThreadModes())
+
+    def wait() -> None:
+        suspended[0].suspend()
+
+    suspended.append(Fiber(pool, wait, ThreadModes()))
+    for fiber in (suspended[0], done):
+        fiber.resume()
+    assert num_workers() == before + 2
+    pool.close()
+    suspended[0].resume()  # its thread was busy when the pool was closed
+    del done, pool
+    _await(lambda: num_workers() == before)
+    forgotten = FiberPool()
+    Fiber(forgotten, lambda: None, ThreadModes()).resume()
+    assert num_workers() == before + 1
+    del forgotten
+    _await(lambda: num_workers() == before)
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s
+        gc.collect()
+        time.sleep(0.01)
