@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from lightning_smp.lightning.handoff import (
 from lightning_smp.lightning.saving import Saving
 from lightning_smp.lightning.stepper import StepOutput, Stepper
 from lightning_smp.lightning.timelines import log_timeline
+from lightning_smp.placed.runtime import OutsideOuterMode
 from lightning_smp.process_state import state
 from lightning_smp.weights.clip import global_clip
 from lightning_smp.weights.sharing import WeightAgreement
@@ -286,16 +288,23 @@ class Steps(Saving):
             lambda what: state.calls.collective(what, axis), self._norm_places,
         )  # fmt: skip
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """The optimizer's step; norms that hooks compute in it are global.
 
+        The optimizer works on this rank's parameters as they are; the closure of a manual step is
+        the step's code again, forward and backward.
         Afterwards units move to other stages, if it is time. Collective over the world then.
         """
         runtime = self.deployment.runtime
         run = None if runtime is None else runtime.active_run()
-        outside = nullcontext() if run is None else run.context.outside_outer_mode()
-        with self._global_norms(), outside:
-            result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        around: AbstractContextManager[None] = nullcontext()
+        if run is not None:
+            around = outside = run.context.outside_outer_mode()
+            closure = partial(_back_in_step, outside, closure)
+        with self._global_norms(), around:
+            result = super().optimizer_step(optimizer, closure, *args, **kwargs)  # type: ignore[misc]
         if self._rebalancer is not None and self._rebalancer.is_due:
             self._rebalancer.run(self.optimizers)  # all gradients are summed here
         return result
@@ -376,3 +385,9 @@ class Steps(Saving):
             self.precision_plugin, f"{kind}_step_context"
         )
         return context
+
+
+def _back_in_step(outside: OutsideOuterMode, closure: Callable[[], Any]) -> Any:
+    """Calls the closure of an optimizer that runs outside of the step's code."""
+    with outside.undone():
+        return closure()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_smp.engine.control import Control
     from lightning_smp.engine.meter import UnitMeter
 
-__all__ = ["Engine", "PlacementTable", "Runtime", "StepContext"]
+__all__ = ["Engine", "OutsideOuterMode", "PlacementTable", "Runtime", "StepContext"]
 
 
 class PlacementTable:
@@ -125,6 +127,20 @@ class OutsideOuterMode:
             _pop_torch_function_stack()
         while self._stack:
             _push_on_torch_function_stack(self._stack.pop())
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Inside this context, and the body of this object, the modes are as before."""
+        left = [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())]
+        for mode in reversed(self._stack):
+            _push_on_torch_function_stack(mode)
+        try:
+            yield
+        finally:
+            for _ in self._stack:
+                _pop_torch_function_stack()
+            for mode in reversed(left):
+                _push_on_torch_function_stack(mode)
 
 
 class StepContext:
