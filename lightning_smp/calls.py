@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
 
@@ -18,7 +18,7 @@ from lightning_smp.errors import CommunicationError, SMPError
 from lightning_smp.topology import AXES, Axis, Topology
 from lightning_smp.trail import Trail
 
-__all__ = ["Call", "Calls", "Sheet", "endless_wait", "is_loss"]
+__all__ = ["Call", "Calls", "Sheet", "Torn", "endless_wait", "is_loss"]
 
 _PLACES: Final = {axis: place for place, axis in enumerate(AXES)}
 _NO_CALLS: Final = (0,) * len(AXES)
@@ -98,6 +98,28 @@ class Sheet:
         )  # fmt: skip
 
 
+class Torn(NamedTuple):
+    """A call that an error has left: what the ranks sent each other in it may be under way.
+
+    Attributes:
+        call: the outermost call.
+        error: in words.
+        in_step: whether it came from the inside of a step.
+    """
+
+    call: Call
+    error: str
+    in_step: bool
+
+    @classmethod
+    def by(cls, error: BaseException, call: Call, *, in_step: bool = False) -> Torn:
+        """The error leaves the call."""
+        return cls(call, f"{type(error).__name__}: {error}", in_step)
+
+    def __str__(self) -> str:
+        return f"left {self.call} by {self.error}"
+
+
 class Calls:
     """The calls of this rank; its `sheet` may be read by another thread at any time.
 
@@ -105,6 +127,9 @@ class Calls:
         sheet: where this rank is, but for what split modules exchange; `where` has that too.
         trail: what split modules exchange.
         explain: says why a call that lost its connection could not end, if that is known.
+        torn: the first call since the start that an error has left, a step before others.
+        mend: called before a call that comes after a torn step; brings the ranks together again,
+            and calls `mended`, or raises. None: nobody does.
     """
 
     def __init__(self) -> None:
@@ -117,6 +142,8 @@ class Calls:
         self._marks = _NO_CALLS
         self._seen: tuple[tuple[int, int, bool], Sheet] = ((0, 0, False), self.sheet)
         self.explain: Callable[[Call], str | None] = _unexplained
+        self.torn: Torn | None = None
+        self.mend: Callable[[Torn], None] | None = None
         self._made: dict[str, int] = {}
 
     def collective(self, text: str, axis: Axis) -> _Opened:
@@ -129,12 +156,28 @@ class Calls:
             text: what it is, equal on all of them.
             axis: the group.
         """
+        if self.torn is not None:
+            self._mend(self.torn)
         self._marks = _plus(self._marks, _PLACES[axis], 1)
         return _Opened(self, Call(text, self._number(text), axis, self._counts()))
 
     def message(self, text: str, peer: int, *, sends: bool) -> _Opened:
         """The same for a body that sends something to another rank, or receives from it."""
+        if self.torn is not None:
+            self._mend(self.torn)
         return _Opened(self, Call(text, self._number(text), None, self._counts(), peer, sends))
+
+    def tear(self, error: BaseException) -> None:
+        """An error leaves the inside of the step that this rank is in."""
+        if self.sheet.open and (self.torn is None or not self.torn.in_step):
+            self.torn = Torn.by(error, self.sheet.open[0], in_step=True)
+
+    def mended(self) -> None:
+        """All ranks are at the same point again, whichever calls each had begun."""
+        self.sheet = Sheet(self.sheet.serial + 1)
+        self.trail.forget()
+        self._marks = _NO_CALLS
+        self.torn = None
 
     def where(self) -> Sheet:
         """The sheet, with the exchange of a split module that this rank is in.
@@ -153,6 +196,10 @@ class Calls:
         found = replace(sheet, serial=serial, open=(*sheet.open, *inner), counts=counts)
         self._seen = (key, found)
         return found
+
+    def _mend(self, torn: Torn) -> None:
+        if torn.in_step and self.mend is not None and not self.sheet.open:
+            self.mend(torn)
 
     def _counts(self) -> tuple[int, ...]:
         """Calls on each axis; exchanges of split modules count on theirs."""
@@ -183,6 +230,8 @@ class _Opened:
         now = calls.sheet
         failed = () if error is None else (*now.failed, self._call)
         calls.sheet = Sheet(now.serial + 1, opened, failed, now.counts, now.last)
+        if error is not None and not opened and calls.torn is None:
+            calls.torn = Torn.by(error, self._call)
         if error is not None and is_loss(error):
             reason = calls.explain(self._call)
             if reason is not None:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from lightning_smp.calls import Call, Calls, is_loss
 from lightning_smp.failure_board import ANSWER_S, Board
+from lightning_smp.reunion import WhyMissing
 from lightning_smp.roll_call import STUCK, RollCall
 from lightning_smp.topology import Topology
 
@@ -34,6 +35,7 @@ _HEARD_S: Final = 5.0  # a failed rank waits so long for the others to see its m
 _SILENCE_S: Final = 1.5  # six missed beats
 _GRACE_S: Final = 3.0  # time to fail by oneself after another rank's failure
 _STUCK_GRACE_S: Final = 1.0  # the same for a rank that waits for ever, which will not
+_LATE_S: Final = 10.0  # who has not met an error so long after another rank never will
 _OWN_GRACE_S: Final = 60.0  # time for callbacks and loggers after one's own failure
 _EXIT_CODE: Final = 70
 _HOST: Final = 0  # holds the store, unless the launcher does
@@ -49,6 +51,9 @@ class FailureWatch:
         rank: this rank.
         calls: its calls, which are counted from here on.
         topology: the grid of all ranks.
+
+    Attributes:
+        error: this rank's own, in words, once it is reported.
     """
 
     def __init__(self, rank: int, calls: Calls, topology: Topology) -> None:
@@ -64,6 +69,7 @@ class FailureWatch:
         calls.explain = self._explain
         self._stop = threading.Event()
         self._reported_s: float | None = None
+        self.error: str | None = None
         self._seen: str | None = None  # by the thread; the store may end right after
         threading.Thread(target=self._watch, name="smp-watch", daemon=True).start()
 
@@ -81,7 +87,7 @@ class FailureWatch:
         self._reported_s = time.monotonic()
         where = f"on rank {self._rank} (stage {stage}{', ' + position if position else ''})"
         _add_note(error, where)
-        what = f"{type(error).__name__}: {error}"
+        what = self.error = f"{type(error).__name__}: {error}"
         found: list[str] = []
         _bounded(lambda: found.extend(self._tell(where, what, is_loss=is_loss(error))))
         lines = [f"failure {where}: {what}", *found]
@@ -107,8 +113,43 @@ class FailureWatch:
             return
         self._stop.set()
         _bounded(lambda: self._board.leave(self._rank, end, self._calls.where()))
-        if self._rank == _HOST and self._reported_s is None:
-            atexit.register(self._say_goodbye)
+        atexit.register(self._say_goodbye)
+
+    def retire(self) -> None:
+        """Another run begins, whose watch will say how the script ends. For one that is closed."""
+        atexit.unregister(self._say_goodbye)
+
+    def why_missing(self, *, in_run: bool) -> WhyMissing:
+        """Tells, of ranks that do not come to a reunion, why they never will.
+
+        Args:
+            in_run: whether this run goes on, so that who has left it will not come, nor who is in a
+                call for long; else another run is to begin.
+        """
+        seen: dict[int, tuple[int, float]] = {}
+
+        def why(ranks: list[int], waited_s: float) -> str | None:
+            for rank in ranks:
+                if self._board.has_ended_script(rank):
+                    return f"rank {rank} {ended_script()}"
+                if (end := self._board.end_of(rank)) is not None:
+                    if in_run:
+                        return f"rank {rank} {end[0]}"
+                    continue
+                beats = self._board.beats([rank])[rank]
+                if seen.setdefault(rank, (beats, waited_s))[0] != beats:
+                    seen[rank] = (beats, waited_s)
+                elif waited_s - seen[rank][1] > 2 * _SILENCE_S:
+                    first = self._board.failure()
+                    after = "" if first is None else f" after the first failure, {first}"
+                    return f"rank {rank} gives no sign of life{after}"
+            if in_run and waited_s > _LATE_S:
+                for rank, sheet in self._board.sheets(ranks).items():
+                    if sheet.open:
+                        return f"rank {rank} is in {sheet}"
+            return None
+
+        return why
 
     # ---- the failing rank -------------------------------------------------------------------
 
@@ -144,6 +185,9 @@ class FailureWatch:
     def _say_goodbye(self) -> None:
         """The host's end, and the store's, is not a failure for those who still work."""
         with suppress(RuntimeError):  # there is no store any more
+            self._board.end_script(self._rank)
+            if self._rank != _HOST or self._reported_s is not None:
+                return
             self._board.end_store()
             self._await(lambda: not any(map(self._board.needs_store, self._others)), _HEARD_S)
 

@@ -81,6 +81,14 @@ class Board:
         end, sheet = json.loads(text)
         return end, Sheet.from_plain(sheet)
 
+    def end_script(self, rank: int) -> None:
+        """The rank's script is about to end."""
+        self._store.set(f"{self._prefix}/ended/{rank}", "1")
+
+    def has_ended_script(self, rank: int) -> bool:
+        """Whether the rank's script has ended, with no run after this one."""
+        return bool(self._store.check([f"{self._prefix}/ended/{rank}"]))
+
     def end_store(self) -> None:
         """The store's host is about to end."""
         self._store.set(f"{self._prefix}/store_ends", "1")

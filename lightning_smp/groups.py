@@ -1,17 +1,19 @@
-"""The process groups of one run, made once from the topology and handed around as an object."""
+"""The process groups of one run, made from the topology and handed around as an object."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
 
 from lightning_smp.errors import CommunicationError, ConfigError
-from lightning_smp.native.backend import SMP, bounded_backend, inner_of_smp, log_counters
+from lightning_smp.kept_groups import MESSAGES, KeptGroups
+from lightning_smp.native.backend import SMP, bounded_backend, inner_of_smp
 from lightning_smp.topology import Axis, Topology
 
 __all__ = ["Groups"]
@@ -42,6 +44,9 @@ class Groups:
         world_control: gloo group of all ranks, for messages between the hosts.
         bounded_backend: the backend of dp, rdp and tp, and the one for further groups that reduce:
             the given one with a bound on collectives in flight, where all ranks have it.
+        timeout: of one operation.
+        kept: where further groups come from.
+        default: the default process group in which the groups were made.
 
     Groups with the same members and backend are one object (with one stage, for example, tp is
     mp), so operations on them share one order.
@@ -60,10 +65,15 @@ class Groups:
     mp_control: dist.ProcessGroup
     world_control: dist.ProcessGroup
     bounded_backend: str
-    _made: list[dist.ProcessGroup] = field(repr=False, compare=False)
+    timeout: timedelta
+    kept: KeptGroups = field(repr=False, compare=False)
+    default: dist.ProcessGroup | None = field(repr=False, compare=False)
 
     @classmethod
-    def build(cls, topology: Topology, rank: int, backend: str, timeout: timedelta) -> Groups:
+    def build(
+        cls, topology: Topology, rank: int, backend: str, timeout: timedelta,
+        kept: KeptGroups | None = None,
+    ) -> Groups:  # fmt: skip
         """Create the groups; the default process group must exist and have the topology's size.
 
         Collective over world: every rank must call, with the same topology and backend and
@@ -76,6 +86,8 @@ class Groups:
             backend: of all groups but the control groups, "nccl" or "gloo" for example.
                 Where that is possible, dp, rdp and tp bound their collectives in flight.
             timeout: of one operation.
+            kept: groups that were made before and may be used again, alike on all ranks; by
+                default there are none.
 
         Raises:
             CommunicationError: there is no default process group.
@@ -83,39 +95,54 @@ class Groups:
                 SMP_NCCL_THROTTLE_LIMIT is no limit.
         """
         _check_world(topology, rank)
-        factory = _Factory(topology, rank, timeout)
-        try:
-            world_control = factory.group("world", "gloo")
-            bounded = _agree_on_bounded(backend, world_control)
-            return cls(
-                topology=topology,
-                rank=rank,
-                world=factory.group("world", backend),
-                world_control=world_control,
-                bounded_backend=bounded,
-                pp=factory.group("pp", backend),
-                control=factory.group("pp", "gloo"),
-                dp=factory.reducing_group("dp", backend, bounded),
-                rdp=factory.reducing_group("rdp", backend, bounded),
-                tp=factory.reducing_group("tp", backend, bounded),
-                mp=factory.group("mp", backend),
-                tp_control=factory.group("tp", "gloo"),
-                mp_control=factory.group("mp", "gloo"),
-                _made=factory.made,
-            )
-        except BaseException:
-            _destroy(factory.made)
-            raise
+        kept = KeptGroups() if kept is None else kept
+        kept.begin()
+        factory = _Factory(topology, rank, timeout, kept)
+        world_control = factory.group("world", "gloo")
+        if backend != "nccl":
+            factory.make_message_groups()
+        bounded = _agree_on_bounded(backend, world_control)
+        return cls(
+            topology=topology,
+            rank=rank,
+            world=factory.group("world", backend),
+            world_control=world_control,
+            bounded_backend=bounded,
+            pp=factory.group("pp", backend),
+            control=factory.group("pp", "gloo"),
+            dp=factory.reducing_group("dp", backend, bounded),
+            rdp=factory.reducing_group("rdp", backend, bounded),
+            tp=factory.reducing_group("tp", backend, bounded),
+            mp=factory.group("mp", backend),
+            tp_control=factory.group("tp", "gloo"),
+            mp_control=factory.group("mp", "gloo"),
+            timeout=timeout,
+            kept=kept,
+            default=dist.group.WORLD,
+        )
 
     def close(self) -> None:
-        """Destroy the groups that `build` made; the default group stays. Safe to call twice.
+        """Destroy the kept groups; the default group stays. Safe to call twice.
 
         Every rank should call, after its last operation on them.
         """
-        if dist.is_initialized():
-            for group in self._made:
-                log_counters(group)
-        _destroy(self._made)
+        if self.is_alive:
+            self.kept.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the default process group is still the one in which the groups were made."""
+        return dist.is_initialized() and self.default is dist.group.WORLD
+
+    def messages(self, axis: Literal["pp", "tp"]) -> dist.ProcessGroup:
+        """The ranks of `pp` or `tp`, for what one sends to another over gloo.
+
+        An error that leaves a call may leave messages under way; then there is a new group.
+        """
+        members = self.topology.group(axis, self.rank)
+        group = self.kept.get(MESSAGES, members, "gloo", self.timeout)
+        assert group is not None
+        return group
 
     @property
     def pp_rank(self) -> int:
@@ -196,31 +223,24 @@ class Groups:
 
 
 class _Factory:
-    """Makes each group once per (members, backend) and remembers this rank's."""
+    """Gets each group once per (members, backend) and remembers this rank's."""
 
-    def __init__(self, topology: Topology, rank: int, timeout: timedelta) -> None:
+    def __init__(self, topology: Topology, rank: int, timeout: timedelta, kept: KeptGroups) -> None:
         self.topology = topology
         self.rank = rank
         self.timeout = timeout
-        self.made: list[dist.ProcessGroup] = []
+        self.kept = kept
         self.known: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
         world = dist.group.WORLD
         self.known[tuple(range(topology.size)), dist.get_backend(world)] = world
 
     def group(self, axis: Axis, backend: str) -> dist.ProcessGroup:
-        """Return this rank's group of `axis`; every rank creates all of the axis, in order."""
+        """Return this rank's group of `axis`; every rank gets all of the axis, in order."""
         for members in self._wanted(axis, backend):
-            made = dist.new_group(
-                list(members),
-                timeout=self.timeout,
-                backend=backend,
-                pg_options=_options(axis, backend, len(members), self.timeout),
-                group_desc=f"smp_{axis}",
+            options = partial(_options, axis, backend, len(members), self.timeout)
+            self.known[members, backend] = self.kept.get(
+                axis, members, backend, self.timeout, options
             )
-            mine = self.rank in members
-            self.known[members, backend] = made if mine else None
-            if mine:
-                self.made.append(made)
         group = self.known[self.topology.group(axis, self.rank), backend]
         assert group is not None
         return group
@@ -229,6 +249,12 @@ class _Factory:
         """As `group`, with a bound on collectives; a group of one rank has nothing to bound."""
         is_single = len(self.topology.group(axis, self.rank)) == 1
         return self.group(axis, plain if is_single else bounded)
+
+    def make_message_groups(self) -> None:
+        """Makes the groups of `Groups.messages`."""
+        axes: tuple[Axis, ...] = ("pp", "tp")
+        for members in (m for axis in axes for m in self.topology.groups(axis) if len(m) > 1):
+            self.kept.get(MESSAGES, members, "gloo", self.timeout)
 
     def _wanted(self, axis: Axis, backend: str) -> Iterator[tuple[int, ...]]:
         return (m for m in self.topology.groups(axis) if (m, backend) not in self.known)
@@ -276,11 +302,3 @@ def _options(axis: Axis, backend: str, members: int, timeout: timedelta) -> Any:
     options.config.max_ctas = _SINGLE_MAX_CTAS if members == 1 else _PIPELINE_MAX_CTAS
     options._timeout = timeout
     return options
-
-
-def _destroy(made: list[dist.ProcessGroup]) -> None:
-    """Destroy groups, the last made first; does nothing where all groups are gone already."""
-    while made:
-        group = made.pop()
-        if dist.is_initialized():
-            dist.destroy_process_group(group)

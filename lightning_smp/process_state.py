@@ -12,9 +12,11 @@ import torch
 
 from lightning_smp.calls import Calls
 from lightning_smp.errors import SMPError
+from lightning_smp.kept_groups import KeptGroups
 
 if TYPE_CHECKING:
     from lightning_smp.config import SMPConfig
+    from lightning_smp.failure import FailureWatch
     from lightning_smp.groups import Groups
     from lightning_smp.script.model import DistributedModel
     from lightning_smp.script.optimizer import DistributedOptimizer
@@ -49,6 +51,8 @@ class State:
         in_step: whether a function decorated with `smp.step` runs.
         module_manager: where clients look for translations of state dicts.
         calls: where this rank is in the run's collectives.
+        kept: the process groups that later runs may use again.
+        watch: over the run, or over the last one; None before the first.
         end: how the script came to its end, in words; None where that is not known.
     """
 
@@ -62,6 +66,8 @@ class State:
         self.step_functions = 0
         self.module_manager = ModuleManager()
         self.calls = Calls()
+        self.kept = KeptGroups()
+        self.watch: FailureWatch | None = None
         self.end: str | None = None
         self._model: weakref.ref[DistributedModel] | None = None
         self._optimizer: weakref.ref[DistributedOptimizer] | None = None

@@ -51,6 +51,10 @@ class Trail:
         """The operation is over."""
         self.now = None
 
+    def forget(self) -> None:
+        """Begins anew, on all ranks of the group."""
+        self.count, self.now, self._done = 0, None, []
+
     def taken(self) -> list[Exchange]:
         """The exchanges since the last call."""
         done, self._done = self._done, []

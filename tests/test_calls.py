@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 import pytest
 
-from lightning_smp.calls import Calls, Sheet, endless_wait, is_loss
+from lightning_smp.calls import Calls, Sheet, Torn, endless_wait, is_loss
 from lightning_smp.errors import CommunicationError
 from lightning_smp.topology import Axis, Topology
 
@@ -162,3 +162,44 @@ def test_lost_connections_are_explained_where_that_is_known() -> None:
         raise lost
     with pytest.raises(ValueError, match="own"), calls.collective("step", "pp"):
         raise ValueError("own")
+
+
+def _fail(calls: Calls, *, in_step: bool) -> None:
+    error = ValueError("words")
+    with suppress(ValueError), calls.collective("step", "pp"):
+        if in_step:
+            calls.tear(error)
+        raise error
+
+
+def test_a_step_that_an_error_has_left_is_mended_before_the_next_call() -> None:
+    calls, untouched = Calls(), Calls()
+    met: list[str] = []
+
+    def mend(torn: Torn) -> None:
+        met.append(str(torn))
+        calls.mended()
+
+    calls.mend = mend
+    _fail(calls, in_step=True)
+    for found in (calls, untouched):
+        with found.collective("barrier", "world"):
+            pass
+    assert met == ["left step by ValueError: words"]
+    assert calls.torn is None
+    assert calls.where().counts == untouched.where().counts
+
+
+def test_an_error_that_left_another_call_is_known_but_not_mended() -> None:
+    calls = Calls()
+    calls.mend = lambda torn: pytest.fail(str(torn))
+    _fail(calls, in_step=False)
+    with calls.message("message", 1, sends=True):
+        pass
+    assert calls.torn is not None
+    assert not calls.torn.in_step
+    calls.mend = None
+    _fail(calls, in_step=True)
+    assert calls.torn.in_step
+    calls.restart()
+    assert calls.torn is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from lightning_smp.deploy.running import run_whole
 from lightning_smp.deploy.same_batch import SameBatch
 from lightning_smp.deploy.tensor_group import TensorGroup, sync_tensors
 from lightning_smp.engine import PipelineEngine, StepPlan
-from lightning_smp.engine.channels import Channels, Directions, make_directions
+from lightning_smp.engine.channels import Channels, make_directions
 from lightning_smp.engine.control import Control
 from lightning_smp.groups import Groups
 from lightning_smp.partitioning import AtomCost, Partition, find_atoms, report
@@ -102,7 +101,6 @@ class Deployment:
         self.same_batch = SameBatch(control, ranks)
         self._backend = backend
         self._ownership: Ownership | None = None
-        self._made_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     @property
     def is_split(self) -> bool:
@@ -213,7 +211,7 @@ class Deployment:
         file, limit = self.config.schedule_file, self.config.activation_limit_mb
         self.engine = PipelineEngine(
             self.runtime,
-            Channels(ranks, groups.pp, self.device, self._directions()),
+            self._channels(),
             Control(ranks, groups.control),
             pipeline=self.config.pipeline,
             active_microbatches=self.config.active_microbatches,
@@ -248,12 +246,18 @@ class Deployment:
         assert self.runtime is not None
         return {unit.index: partition.costs[unit.name] for unit in self.runtime.units}
 
-    def _directions(self) -> Directions | None:
-        """Groups of neighbours, where the backend needs them. Collective over the world."""
-        if self._backend != "nccl":
-            return None
-        timeout = timedelta(seconds=self.config.timeout)
-        return make_directions(self.groups.topology, self.groups.rank, timeout)
+    def _channels(self) -> Channels:
+        """What stages send each other in steps. Collective over the world."""
+        groups = self.groups
+        ranks = groups.topology.group("pp", groups.rank)
+        if self._backend == "nccl":
+            return Channels(ranks, groups.pp, self.device, make_directions(groups))
+        return Channels(ranks, groups.messages("pp"), self.device)
+
+    def renew_channels(self) -> None:
+        """Takes the present groups for messages between the stages. Collective over the world."""
+        if self.engine is not None:
+            self.engine.use(self._channels())
 
     def _make_sharing(self) -> SharingGroups:
         """The groups that gradients are summed over. Collective over the world."""
@@ -263,18 +267,12 @@ class Deployment:
             [r for r in range(topology.size) if topology.pp_rank(r) == stage]
             for stage in range(topology.pp_size)
         ]
-        timeout = timedelta(seconds=self.config.timeout)
 
         def make_group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-            if ranks in self._made_groups:
-                return self._made_groups[ranks]
             # Across stages a rank must not wait for a reduction before it starts the next.
             is_one_stage = len({topology.pp_rank(rank) for rank in ranks}) == 1
             backend = self.groups.bounded_backend if is_one_stage else self._backend
-            made: dist.ProcessGroup | None = dist.new_group(list(ranks), timeout, backend=backend)
-            made = made if self.groups.rank in ranks else None  # others get torch's stand-in
-            self._made_groups[ranks] = made
-            return made
+            return self.groups.kept.get("sharing", ranks, backend, self.groups.timeout)
 
         return SharingGroups(self._ownership, stage_ranks, make_group, topology.tp_rank)
 
@@ -325,6 +323,13 @@ class Deployment:
         Raises:
             CommunicationError: the ranks of a tensor group run different steps.
         """
+        try:
+            return self._run(plan)
+        except BaseException as error:
+            state.calls.tear(error)
+            raise
+
+    def _run(self, plan: StepPlan) -> list[Any]:
         tensor = self.ownership.tensor
         if tensor.is_active:
             detail = [plan.specs, f"last batch: {self.is_last_batch}"]

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from datetime import timedelta
 from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from lightning_smp.groups import Groups
+from lightning_smp.kept_groups import MESSAGES
 from lightning_smp.program import TensorSpec
 from lightning_smp.timeline.clock import StepClock
-from lightning_smp.topology import Topology
 
 __all__ = ["Channels", "Directions", "make_directions"]
 
@@ -60,6 +60,7 @@ class Channels:
             from `make_directions`.
 
     Attributes:
+        group: as given.
         device: the run's device.
         is_direct: whether tensors of that device travel without the host, which does not wait.
         ahead: by how many actions receives are posted earlier than they must, at least.
@@ -74,6 +75,7 @@ class Channels:
         directions: Directions | None = None,
     ) -> None:
         here = ranks.index(dist.get_rank())
+        self.group = group
         self.device = device
         self.is_direct = directions is not None
         self._outward: _Ways = {}
@@ -176,26 +178,28 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def make_directions(topology: Topology, rank: int, timeout: timedelta) -> Directions:
+def make_directions(groups: Groups) -> Directions:
     """A NCCL group for each direction between two stages. Collective over the world.
 
     Communicators are made at first use only, by the two ranks concerned.
 
     Args:
-        topology: the grid of all ranks.
-        rank: this rank.
-        timeout: of one operation.
+        groups: the groups of the run.
     """
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = _MAX_BLOCKS
     found: Directions = {}
-    for members in topology.groups("pp"):
+    for members in groups.topology.groups("pp"):
         for source, target in permutations(range(len(members)), 2):
-            pair = [members[source], members[target]]
-            group = dist.new_group(pair, timeout, backend="nccl", pg_options=options)
-            if rank in pair:
+            pair = (members[source], members[target])
+            group = groups.kept.get(MESSAGES, pair, "nccl", groups.timeout, _few_blocks)
+            if group is not None:
                 found[source, target] = group
     return found
+
+
+def _few_blocks() -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _MAX_BLOCKS
+    return options
 
 
 class _Inbound:

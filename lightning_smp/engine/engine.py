@@ -117,6 +117,11 @@ class PipelineEngine:
         finally:
             self.clock = self.channels.clock = None
 
+    def use(self, channels: Channels) -> None:
+        """From now on tensors travel there."""
+        self.channels = channels
+        self.fetching = Fetching(self.rank, self.control, channels)
+
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The numbers of placed tensors on every rank, after their step. Collective over pp."""
         return self.fetching.fetch(tensors)

@@ -16,6 +16,7 @@ from lightning_smp.failure import FailureWatch
 from lightning_smp.groups import Groups
 from lightning_smp.lightning.base import StrategyState
 from lightning_smp.process_state import state
+from lightning_smp.reunion import Reunion, Standing, obstacle_after
 from lightning_smp.wire import broadcast_object
 
 __all__ = ["Environment"]
@@ -95,13 +96,44 @@ class Environment(StrategyState):
         if not dist.is_initialized():
             init = self._import_fabric("utilities.distributed")._init_dist_connection
             init(self.cluster_environment, self._backend, timeout=timeout)
-        if self._groups is None:
+        if self._watch is None:
+            self._rejoin()
+        if self._groups is None or not self._groups.is_alive:
             topology = self.config.topology(dist.get_world_size())
-            self._groups = Groups.build(topology, dist.get_rank(), self._backend, timeout)
+            self._groups = Groups.build(
+                topology, dist.get_rank(), self._backend, timeout, state.kept
+            )
             compare_configurations(self.config, self._groups)
+        elif self._deployment is not None:
+            self._deployment.renew_channels()
         state.start(self.config, self._groups, self.root_device, self._backend)
         if self._watch is None:
             self._watch = FailureWatch(self.global_rank, state.calls, self._groups.topology)
+            state.watch = self._watch
+
+    def _rejoin(self) -> None:
+        """After an earlier run of this process: the ranks can go on. Collective over the world.
+
+        Raises:
+            CommunicationError: they cannot.
+        """
+        former, torn = state.watch, state.calls.torn
+        if former is None:
+            return
+        former.retire()
+        if not state.kept.is_current:
+            return  # all groups are new
+        account = "ended its last run well"
+        if former.error is not None:
+            account = f"ended its last run by {former.error}"
+        elif torn is not None:
+            account = f"has {torn}"
+        standing = Standing(
+            account, failed=former.error is not None, torn=torn is not None,
+            obstacle=None if torn is None else obstacle_after(torn, state.groups, state.backend),
+        )  # fmt: skip
+        reunion = Reunion(dist.get_rank(), dist.get_world_size(), state.kept)
+        reunion.hold(standing, self.config.timeout, former.why_missing(in_run=False))
 
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks why this one stops."""

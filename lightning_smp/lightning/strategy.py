@@ -196,7 +196,8 @@ class StrategyCore(Steps):
         module = self.lightning_module
         mark = module.__dict__.get("_smp_mark")
         state = None if mark is None else mark.strategy
-        if state is self:
+        former = state.deployment if isinstance(state, StrategyCore) else None
+        if state is self and former is not None and former.groups is self._groups:
             return
         self._is_summed = True  # another module has no gradients yet
         assert self._backend is not None
@@ -209,7 +210,6 @@ class StrategyCore(Steps):
                 self._deployment, self.config.rebalance_after_steps,
                 self._import("utilities.rank_zero").rank_zero_info,
             )  # fmt: skip
-        former = state.deployment if isinstance(state, StrategyCore) else None
         partition = None if former is None else former.partition
         if partition is not None and partition.num_stages != self.groups.pp_size:
             raise UnsupportedError(

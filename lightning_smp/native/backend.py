@@ -30,6 +30,7 @@ __all__ = [
     "counters",
     "inner_of_smp",
     "log_counters",
+    "num_operations",
     "register",
 ]
 
@@ -109,6 +110,12 @@ def log_counters(group: dist.ProcessGroup) -> None:
     """Log the counters of `group` at debug level, if it has a throttle."""
     if _log.isEnabledFor(logging.DEBUG) and (found := counters(group)) is not None:
         _log.debug("throttle of group %s: %s", group.group_desc or group.group_name, found)
+
+
+def num_operations(group: dist.ProcessGroup) -> int:
+    """Return how many operations this rank has begun in a group; NCCL leaves messages out."""
+    found = {id(b): b for b in map(_unwrapped, map(group._get_backend, group._device_types))}
+    return sum(backend._get_sequence_number_for_group() for backend in found.values())
 
 
 def _throttled(group: dist.ProcessGroup) -> _Backend | None:

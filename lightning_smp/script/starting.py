@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_smp.failure import FailureWatch
 from lightning_smp.groups import Groups
 from lightning_smp.process_state import state
 from lightning_smp.script.launch import Place, find_place, rendezvous
+from lightning_smp.script.mending import mend
 
 __all__ = ["init", "is_tracing", "num_microbatches"]
 
@@ -71,7 +73,7 @@ def init(config: SMPConfig | Mapping[str, object] | None = None) -> None:
         how: Any = rendezvous(place, resolved.ddp_port)
         dist.init_process_group(backend, timeout=timeout, **how)
         atexit.register(_end_groups)
-    groups = Groups.build(topology, dist.get_rank(), backend, timeout)
+    groups = Groups.build(topology, dist.get_rank(), backend, timeout, state.kept)
     compare_configurations(resolved, groups)
     state.start(resolved, groups, device, backend)
     if place.size > 1:
@@ -127,8 +129,9 @@ def _device(place: Place) -> torch.device:
 
 
 def _watch_failures(groups: Groups) -> None:
-    """Tells the other ranks of an error that ends this one."""
-    watch = FailureWatch(groups.rank, state.calls, groups.topology)
+    """Tells the other ranks of an error that ends this one, or a step of it."""
+    watch = state.watch = FailureWatch(groups.rank, state.calls, groups.topology)
+    state.calls.mend = partial(mend, watch)
     before = sys.excepthook
 
     def report(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -51,14 +51,20 @@ class PipelineLinks:
 
     @classmethod
     def over(cls, groups: Groups, device: torch.device) -> PipelineLinks:
-        """Return the links over the pipeline group of `groups`; gloo stages on the CPU."""
+        """Return the links over the pipeline of `groups`; gloo stages on the CPU."""
         is_gloo = dist.get_backend(groups.pp) == "gloo"
+
+        def between(axis: Literal["pp", "tp"]) -> dist.ProcessGroup | None:
+            if len(groups.topology.group(axis, groups.rank)) == 1:
+                return None
+            return groups.messages(axis) if is_gloo else getattr(groups, axis)
+
         return cls(
-            group=groups.pp if groups.pp_size > 1 else None,
+            group=between("pp"),
             ranks=groups.topology.group("pp", groups.rank),
             pp_rank=groups.pp_rank,
             device=torch.device("cpu") if is_gloo else device,
-            tensor_group=groups.tp if groups.tp_size > 1 else None,
+            tensor_group=between("tp"),
             tensor_ranks=groups.topology.group("tp", groups.rank),
             tp_rank_of={
                 rank: groups.topology.tp_rank(rank)
