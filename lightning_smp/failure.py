@@ -53,7 +53,7 @@ class FailureWatch:
         topology: the grid of all ranks.
 
     Attributes:
-        error: this rank's own, in words, once it is reported.
+        error: this rank's own, in words, once it is reported, were it after the end of the run.
     """
 
     def __init__(self, rank: int, calls: Calls, topology: Topology) -> None:
@@ -70,6 +70,7 @@ class FailureWatch:
         self._stop = threading.Event()
         self._reported_s: float | None = None
         self.error: str | None = None
+        self._has_heard = False
         self._seen: str | None = None  # by the thread; the store may end right after
         threading.Thread(target=self._watch, name="smp-watch", daemon=True).start()
 
@@ -82,12 +83,13 @@ class FailureWatch:
         """
         if isinstance(error, SystemExit):
             self.close(ended_script(error))
+        what = f"{type(error).__name__}: {error}"
+        self.error = self.error or what
         if self._reported_s is not None or self._stop.is_set():
             return
         self._reported_s = time.monotonic()
         where = f"on rank {self._rank} (stage {stage}{', ' + position if position else ''})"
         _add_note(error, where)
-        what = self.error = f"{type(error).__name__}: {error}"
         found: list[str] = []
         _bounded(lambda: found.extend(self._tell(where, what, is_loss=is_loss(error))))
         lines = [f"failure {where}: {what}", *found]
@@ -164,8 +166,10 @@ class FailureWatch:
             first = self._board.post("; ".join([f"{where}: {what}", *found]))
             if first.startswith(where):
                 self._await(lambda: self._board.heard() >= len(self._others), _HEARD_S)
-            elif not first.endswith(what):  # or all ranks refuse the same
-                found.append(f"the first failure was {first}")
+            else:
+                self._hear(self._board)
+                if not first.endswith(what):  # or all ranks refuse the same
+                    found.append(f"the first failure was {first}")
             return found + (self._roll.others(self._board) if is_loss and not found else [])
         except RuntimeError as error:
             if self._seen is not None:
@@ -235,12 +239,24 @@ class FailureWatch:
             failure = self._own.post(stuck)
         return failure
 
+    def _hear(self, board: Board) -> None:
+        """Lets the rank that failed first know that this one has its message."""
+        if not self._has_heard:
+            self._has_heard = True
+            board.hear()
+
     def _end(self, failure: str) -> None:
-        with suppress(RuntimeError):
-            self._own.hear()
         seen_s = time.monotonic()
+        with suppress(RuntimeError):
+            self._hear(self._own)
         grace_s = _STUCK_GRACE_S if failure.startswith(STUCK) else _GRACE_S
+        has_store = True
         while not self._stop.wait(_POLL_S):
+            try:
+                if has_store:
+                    self._own.beat(self._rank)
+            except RuntimeError:
+                has_store = False
             own_s = self._reported_s
             limit_s = seen_s + grace_s if own_s is None else own_s + _OWN_GRACE_S
             if time.monotonic() < limit_s:

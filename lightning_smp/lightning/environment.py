@@ -136,10 +136,11 @@ class Environment(StrategyState):
         reunion.hold(standing, self.config.timeout, former.why_missing(in_run=False))
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tells the other ranks why this one stops."""
-        if self._watch is not None and self._groups is not None:
+        """Tells the other ranks why this one stops; after the run, those of the next one."""
+        watch = self._watch or state.watch
+        if watch is not None and self._groups is not None:
             where = "" if self._deployment is None else self._deployment.position
-            self._watch.report(exception, self.groups.pp_rank, where)
+            watch.report(exception, self.groups.pp_rank, where)
 
     def _replace_sigterm_handler(self, trainer: Any) -> None:
         """Lightning's own one broadcasts while the other ranks are in the middle of a step.

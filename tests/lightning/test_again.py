@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,6 +81,9 @@ class Model(pl.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.go("hook", batch_idx)
 
+    def on_fit_end(self) -> None:
+        self.go("end", self.batch)
+
     def go(self, where: str, batch_idx: int) -> None:
         chosen = self.rank in (None, self.global_rank)
         if where == self.where and batch_idx == self.batch and chosen:
@@ -90,10 +94,16 @@ class Model(pl.LightningModule):
 
 
 class Trainers:
-    """Makes a new Trainer at each call; on one device without the strategy."""
+    """Makes a new Trainer at each call; on one device without the strategy.
 
-    def __init__(self, stages: int, size: int) -> None:
-        self.stages, self.size = stages, size
+    Args:
+        stages: 0 for one device.
+        size: number of ranks.
+        options: of the Trainers.
+    """
+
+    def __init__(self, stages: int, size: int, **options: Any) -> None:
+        self.stages, self.size, self.options = stages, size, options
 
     def __call__(self) -> pl.Trainer:
         from lightning_smp import SMPStrategy
@@ -106,7 +116,7 @@ class Trainers:
         return pl.Trainer(
             accelerator="cpu", devices=self.size, strategy=strategy, max_epochs=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            num_sanity_val_steps=0, use_distributed_sampler=False,
+            num_sanity_val_steps=0, use_distributed_sampler=False, **self.options,
         )  # fmt: skip
 
 
@@ -187,9 +197,21 @@ def _again(make: Trainers, model: Model, then: str) -> dict[str, Tensor]:
 
 
 def _again_on_ranks(
-    rank: int, size: int, stages: int, model: tuple[str, int | None, int], then: str
-) -> dict[str, Tensor]:
-    return _again(Trainers(stages, size), _model(*model), then)
+    rank: int, size: int, stages: int, model: tuple[str, int | None, int], then: str,
+    options: dict[str, Any],
+) -> dict[str, Tensor]:  # fmt: skip
+    return _again(Trainers(stages, size, **options), _model(*model), then)
+
+
+def _check_again(
+    where: str, batch: int, then: str, size: int = 2, stages: int = 2, **options: Any
+) -> None:
+    model = (where, None, batch)
+    expected = _again(Trainers(0, 1, **options), _model(*model), then)
+    found, *_ = run_ranks(_again_on_ranks, size, stages, model, then, options, timeout=90)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -198,11 +220,16 @@ def _again_on_ranks(
 )
 @pytest.mark.parametrize("then", ["same Trainer", "new Trainer", "new"])
 def test_all_ranks_go_on_after_the_same_error(where: str, batch: int, then: str) -> None:
-    expected = _again(Trainers(0, 1), _model(where, None, batch), then)
-    found, *_ = run_ranks(_again_on_ranks, 2, 2, (where, None, batch), then, timeout=90)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+    _check_again(where, batch, then)
+
+
+@pytest.mark.parametrize("then", ["same Trainer", "new"])
+@pytest.mark.parametrize(("size", "stages"), [(2, 1), (4, 2)], ids=["dp2", "pp2-dp2"])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_replicas_go_on_after_the_same_error(
+    size: int, stages: int, accumulated: int, then: str
+) -> None:
+    _check_again("after", 3, then, size, stages, accumulate_grad_batches=accumulated)
 
 
 def _until_refused(rank: int, size: int, stages: int, model: tuple[str, int | None, int]) -> None:
@@ -230,3 +257,20 @@ def test_error_of_one_rank_is_named_by_the_next_run(where: str, rank: int, batch
     assert f"CommunicationError: rank {rank} ended its last run by ValueError: {_WORDS}" in error
     assert "gives no sign of life after the first failure" in error
     assert report.outcomes[1 - rank].exitcode
+
+
+def test_who_ended_well_does_not_go_on_without_who_failed() -> None:
+    report = run_ranks_expect_failure(_until_one_fails, 2, timeout=90)
+    for outcome in report.outcomes:
+        for told in (
+            f"rank 0 ended its last run by ValueError: {_WORDS}",
+            "rank 1 ended its last run well",
+        ):
+            assert told in (outcome.error or "")
+
+
+def _until_one_fails(rank: int, size: int) -> None:
+    make = Trainers(2, size)
+    with pytest.raises(ValueError, match=_WORDS) if rank == 0 else nullcontext():
+        make().fit(_model("end", 0), _loader())
+    make().fit(_model(), _loader())
