@@ -25,6 +25,9 @@ _BOUND_S = 25.0  # generous, for busy machines; a few seconds are usual
 _BATCH = 2  # the batch in which something goes wrong
 _FEATURES = 4
 _TRAINERS = 5
+_ENDING = (
+    2  # threads and files of a run may be on their way to their end; each would leave 3 or more
+)
 
 
 class Unit(nn.Module):
@@ -166,9 +169,9 @@ def _sweep(rank: int, size: int, stages: int, folder: str) -> list[Held]:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_nothing_grows_with_the_number_of_trainers(stages: int, tmp_path: Path) -> None:
     for held in run_ranks(_sweep, 2, stages, str(tmp_path), timeout=120):
-        _, second, *_, last = held  # a thread of the first run may still be on its way to its end
-        assert last.threads <= second.threads, held
-        assert last.files <= second.files, held
+        _, second, *_, last = held
+        assert last.threads <= second.threads + _ENDING, held
+        assert last.files <= second.files + _ENDING, held
     saved = [torch.load(path, weights_only=False) for path in sorted(tmp_path.glob("*.ckpt"))]
     assert len(saved) == _TRAINERS - 1
     for other in saved[1:]:
