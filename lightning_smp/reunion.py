@@ -32,6 +32,7 @@ WhyMissing = Callable[[list[int], float], "str | None"]
 while they may come."""
 
 _POLL_S: Final = 0.01
+_RARELY_S: Final = 0.16
 _LOOK_S: Final = 0.5  # between two looks at those that are missing
 _GO: Final = "go"
 _RENEW: Final = "renew"
@@ -116,7 +117,7 @@ class Reunion:
             self._compare(f"begun in {name}", str(count), standing, _IF_TORN, others)
         if standing.obstacle is not None:
             self._note(_REFUSAL, f"rank {self._rank} {standing.account}: {standing.obstacle}")
-        if standing.torn:
+        if standing.failed or standing.torn:
             self._store.set(self._key("torn"), "1")
         self._store.set(self._key(f"came/{self._rank}"), "1")
 
@@ -130,13 +131,15 @@ class Reunion:
 
     def _await_verdict(self, standing: Standing, limit_s: float, why_missing: WhyMissing) -> str:
         start_s = look_s = time.monotonic()
+        missing, pause_s = list(range(self._size)), _POLL_S
         while (verdict := self._text("verdict")) is None:
-            time.sleep(_POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _RARELY_S)  # looks of many ranks cost the store's host time
             now_s = time.monotonic()
             if now_s - look_s < _LOOK_S:
                 continue
             look_s = now_s
-            missing = self._missing()
+            missing = [r for r in missing if not self._store.check([self._key(f"came/{r}")])]
             reason = why_missing(missing, now_s - start_s) if missing else None
             if reason is None and now_s - start_s > limit_s:
                 ranks = ", ".join(map(str, missing))
@@ -145,9 +148,6 @@ class Reunion:
                 text = f"rank {self._rank} {standing.account}, and {reason}. {_RULE}."
                 return self._decide(text)
         return verdict
-
-    def _missing(self) -> list[int]:
-        return [r for r in range(self._size) if not self._store.check([self._key(f"came/{r}")])]
 
     def _compare(self, name: str, value: str, standing: Standing, note: str, how: str) -> None:
         """Notes that another rank that compares by this name has another value, if one has."""
