@@ -24,7 +24,7 @@ from lightning_smp.partitioning import (
 from lightning_smp.partitioning.atoms import is_boundary
 from lightning_smp.partitioning.device import CPU
 from lightning_smp.placed.compiling import UnitCompiler
-from lightning_smp.placed.metrics import MetricBoundary, find_metrics
+from lightning_smp.placed.metrics import find_metrics, install_metrics
 from lightning_smp.placed.runtime import Runtime
 from lightning_smp.placed.units import UnitEntry
 from lightning_smp.weights.ownership import Ownership, forget_foreign_state, materialize, release
@@ -124,8 +124,7 @@ def install_units(
     }
     for entry in runtime.units:
         entry.install()
-    for metric in find_metrics(module):
-        MetricBoundary(runtime, metric).install()
+    install_metrics(runtime, module)
     _guard_state_dicts(module, ownership, runtime)
     return ownership
 

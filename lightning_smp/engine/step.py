@@ -233,6 +233,9 @@ class Step(Backwards):
             loss = plan.loss_of(result)
             if isinstance(loss, PlacedTensor):
                 run.add_loss(loss, plan.loss_seed(m, result))
+            elif isinstance(loss, torch.Tensor):
+                # No parameter is behind it. It needs a graph of its own, as on one device.
+                loss.backward(plan.loss_seed(m, result))  # type: ignore[no-untyped-call]
         if run.following and not run.ends_as_recorded():
             run.leave_program(("the end of the step",))
         self.finished[m] = True  # not before: where it left its program it must go on first

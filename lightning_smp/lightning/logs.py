@@ -175,7 +175,7 @@ class LogBuffer:
             batch_size=arguments.pop("batch_size", None),
         )
         if _is_metric(value):
-            call.step_value = value._forward_cache
+            call.step_value = _snapshot(value._forward_cache)
         record.calls.append(call)
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

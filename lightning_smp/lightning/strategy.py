@@ -22,7 +22,7 @@ from lightning_smp.deploy.rebalancing import Rebalancer
 from lightning_smp.errors import UnsupportedError
 from lightning_smp.lightning.refusals import check_trainer
 from lightning_smp.lightning.steps import Steps
-from lightning_smp.placed.metrics import find_metrics
+from lightning_smp.placed.metrics import find_metrics, set_metric_group
 from lightning_smp.process_state import state
 from lightning_smp.weights.clip import clip_grad_norm, places_of
 from lightning_smp.weights.elementwise import check_split_updates
@@ -181,7 +181,7 @@ class StrategyCore(Steps):
         self.setup_precision_plugin()
         for metric in find_metrics(self.lightning_module):
             # The ranks that hold the same batch hold equal states.
-            metric.process_group = self.groups.data_group(self.config.prescaled_batch)
+            set_metric_group(metric, self.groups.data_group(self.config.prescaled_batch))
         if fitting and (self.groups.pp_size == 1 or self.deployment.is_placed):
             self._optimizers_to_device(self.root_device)
         self._seed_replica()

@@ -52,6 +52,10 @@ class AttributeWatch:
             if len(now) != len(before) or not all(map(is_, now, before)):
                 self.fills_containers = True
 
+    def note(self, names: Iterable[tuple[str, str]]) -> None:
+        """Notes (module, attribute) pairs that are written in modules which nobody looks at."""
+        self._written.update(dict.fromkeys(names))
+
     def _look_at_attributes(self) -> None:
         for name, module, before in self._before:
             for attribute, held in module.__dict__.items():
