@@ -50,6 +50,8 @@ def check_trainer(
                     f"{reason}, but no rank holds the whole model. Remove it, or apply it to a "
                     "checkpoint after the run."
                 )
+    if degrees:
+        _check_registered(module, optimizers or [])
     for optimizer in optimizers or ():
         if isinstance(optimizer, torch.optim.LBFGS) and (degrees or config.microbatches > 1):
             raise UnsupportedError(
@@ -57,3 +59,18 @@ def check_trainer(
                 "products over the whole model. Use another optimizer, or "
                 "pipeline_parallel_degree=1, tensor_parallel_degree=1 and microbatches=1."
             )
+
+
+def _check_registered(module: Any, optimizers: list[Any]) -> None:
+    """What the module does not know has no stage: each rank would train a copy of its own."""
+    known = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                if tensor.requires_grad and id(tensor) not in known:
+                    raise UnsupportedError(
+                        f"{type(optimizer).__name__} trains a tensor of shape "
+                        f"{tuple(tensor.shape)} that is no parameter of "
+                        f"{type(module).__name__}, so that no stage holds it. Make it an "
+                        "nn.Parameter, or its module an attribute (nn.ModuleList, not a list)."
+                    )

@@ -46,7 +46,7 @@ class Analysis:
             if the step could not be run.
         mutable_buffers: First names of the buffers that the step writes (batch norm's and the
             like).
-        reason: Why the step could not be run, or None. If set, ``order`` is module order and all
+        reason: Why the step told nothing, or None. If set, ``order`` is module order and all
             times come from parameter counts.
     """
 
@@ -82,13 +82,17 @@ def analyze(
         device: The roofline that turns operations into time.
 
     Returns:
-        The analysis; with ``reason`` set if the copy or the step raised an Exception.
+        The analysis; with ``reason`` set if the copy or the step raised an Exception, or if the
+        step called nothing (the first batch was skipped, say).
     """
     device = device or DeviceModel()
     try:
-        return _run(root, run_step, atoms, mode or new_fake_mode(), device)
+        found = _run(root, run_step, atoms, mode or new_fake_mode(), device)
     except Exception as error:  # user code under fake tensors may raise anything
         return count_parameters(root, atoms, reason=_describe(error), device=device)
+    if atoms and not found.order:
+        return count_parameters(root, atoms, reason="the step called no submodule", device=device)
+    return found
 
 
 def count_parameters(

@@ -35,7 +35,7 @@ def even_out(
     num_chunks = max(chunks, default=-1) + 1
     sizes = [chunks.count(chunk) for chunk in range(num_chunks)]
     is_monotone = all(a <= b for a, b in pairwise(chunks))
-    if not is_monotone or num_chunks % num_stages or 0 in sizes:
+    if not sizes or not is_monotone or num_chunks % num_stages or 0 in sizes:
         return list(chunks)
     weights = stage_costs(items, range(len(items)), len(items), memory_weight)
     sums = list(accumulate(weights, initial=0.0))

@@ -23,6 +23,7 @@ from lightning_smp.placed.functions import (
 )
 from lightning_smp.placed.run import MicrobatchRun
 from lightning_smp.placed.tensor import PlacedTensor
+from lightning_smp.program import EVERYWHERE
 
 __all__ = ["OuterMode", "answer_outside", "outer_patches"]
 
@@ -96,7 +97,7 @@ class OuterMode(TorchFunctionMode):
         if func in _IDENTITY and type(args[0]) is PlacedTensor and len(args) == 1 and not kwargs:
             return args[0]
         if func is torch.autograd.grad:
-            _check_one_home(args, kwargs)
+            _check_one_home(run, args, kwargs)
         return run.call(func, args, kwargs)
 
     def _call_plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,15 +163,34 @@ def _touches(items: Any, held: dict[int, Any]) -> bool:
     return False
 
 
-def _check_one_home(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_one_home(run: MicrobatchRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     from lightning_smp.placed.structure import iter_tensors
 
-    homes = {t._value.home for t in iter_tensors((args, kwargs)) if type(t) is PlacedTensor}
+    tensors = list(iter_tensors((args, kwargs)))
+    homes = {t._value.home for t in tensors if type(t) is PlacedTensor}
+    if any(type(t) is T and t.requires_grad for t in tensors):
+        homes.update(_users_of_plain(run))  # with respect to what all ranks have
+    homes.discard(EVERYWHERE)
     if len(homes) > 1:
         raise UnsupportedError(
             f"torch.autograd.grad between tensors of stages {sorted(homes)}: it works within one "
             "stage only. Move both ends into one submodule."
         )
+
+
+def _users_of_plain(run: MicrobatchRun) -> Iterator[int]:
+    """The homes of the calls so far that took a tensor with a graph that all ranks have."""
+    for entry in run.entries[: run.position]:
+        if _has_plain_graph(entry.key):
+            yield entry.home
+
+
+def _has_plain_graph(key: Any) -> bool:
+    if type(key) is not tuple:
+        return False
+    if len(key) == 4 and key[0] == "t":
+        return key[3] is True
+    return any(_has_plain_graph(item) for item in key)
 
 
 @contextmanager

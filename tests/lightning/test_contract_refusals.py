@@ -39,6 +39,20 @@ class UsesMuonOnWholeWeights(Model):
         return torch.optim.Muon([self.head.weight])
 
 
+class TrainsAListed(Model):
+    """A part that only a Python list knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [torch.nn.Linear(6, 6)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.hidden[0](x))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), *self.hidden[0].parameters()], lr=0.1)
+
+
 class CopiesItself(Model):
     def on_train_end(self) -> None:
         copy.deepcopy(self)
@@ -70,6 +84,10 @@ def exponential_averaging(bench: Bench) -> str:
 
 def lbfgs(bench: Bench) -> str:
     return _fit(bench, UsesLBFGS())
+
+
+def unregistered(bench: Bench) -> str:
+    return _fit(bench, TrainsAListed())
 
 
 def muon(bench: Bench) -> str:
@@ -145,6 +163,7 @@ EXPECTED: dict[Any, tuple[str, ...]] = {
     averaging: ("UnsupportedError", "WeightAveraging", "Remove it"),
     exponential_averaging: ("UnsupportedError", "EMAWeightAveraging", "Remove it"),
     lbfgs: ("UnsupportedError", "LBFGS", "Use another optimizer"),
+    unregistered: ("UnsupportedError", "SGD", "(6, 6)", "nn.ModuleList"),
     compiled_module: ("compile",),
     copied_after_partition: ("UnsupportedError", "copy.deepcopy", "Copy the model before"),
     forward_outside_a_step: ("UnsupportedError", "step"),

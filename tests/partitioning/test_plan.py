@@ -137,9 +137,18 @@ def test_model_without_atoms_or_calls() -> None:
 
     assert plan(Bare(), 2).empty_stages == (0, 1)
     root = zoo.mlp()
+    idle = analyze(root, lambda net: None, find_atoms(root))  # the first batch was skipped, say
+    assert idle.reason == "the step called no submodule"
+    for virtual in (1, 2):
+        assert set(plan(root, 2, idle, virtual_stages=virtual).stage_of.values()) == {0, 1}
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_model_without_state(virtual: int) -> None:
+    root = nn.Sequential(nn.ReLU(), nn.Tanh())
     idle = analyze(root, lambda net: None, find_atoms(root))
-    assert idle.reason is None
-    assert set(plan(root, 2, idle).stage_of.values()) == {0}
+    assert set(plan(root, 2, idle, virtual_stages=virtual).stage_of.values()) <= {0, 1}
+    assert plan(nn.Module(), 2, virtual_stages=virtual).empty_stages == (0, 1)
 
 
 def test_manual_inherits_and_defaults() -> None:

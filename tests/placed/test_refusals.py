@@ -81,6 +81,14 @@ def across_stages(model: Any, h: Tensor) -> None:
     torch.autograd.grad(model.c(h).sum(), h)
 
 
+def grad_of_input(model: Any, x: Tensor, number: int) -> Tensor:
+    """With respect to what all ranks have, part of whose gradient is another stage's."""
+    x = x.clone().requires_grad_()
+    y = model.d(model.c(model.b(model.a(x)))) * x.mean()
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.square().mean() + gradient.square().mean()
+
+
 def backward_in_step(model: Any, h: Tensor) -> None:
     model.c(h).sum().backward()
 
@@ -113,6 +121,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], str]] = {
     "retain_grad": (Chain, after(lambda m, h: h.retain_grad()), "retain_grad"),
     "number": (Chain, after(lambda m, h: h.storage_offset()), "storage_offset"),
     "grad across stages": (Chain, after(across_stages), "torch.autograd.grad between"),
+    "grad of an input": (Chain, grad_of_input, "torch.autograd.grad between"),
     "backward": (Chain, after(backward_in_step), "automatic_optimization"),
     "strange result": (HiddenChain, chain_loss, "'b' returned a builtins.object"),
     "leaked by a closure": (Chain, leak_by_closure, "reached the step's code by a hook"),
