@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from lightning_smp.errors import SMPError
+from lightning_smp.errors import ConfigError, SMPError
 from lightning_smp.planning import (
     DEVICES,
     Device,
@@ -57,10 +58,11 @@ def _plan(options: argparse.Namespace) -> tuple[str, bool]:
         source = _source(options)
         logging.getLogger("transformers").setLevel(logging.ERROR)  # its import has set it
         device = _device(options)
+        memory = _usable(device.memory, options.reserve * _GIB)
         atoms, profile = source.profile(device.model())
     setup = Setup(
         world_size=options.world_size,
-        memory=device.memory - options.reserve * _GIB,
+        memory=memory,
         device=device,
         gpus_per_host=options.gpus_per_host,
         batch_size=options.batch_size or 2 * options.world_size,
@@ -76,6 +78,15 @@ def _plan(options: argparse.Namespace) -> tuple[str, bool]:
         fixed["recompute"] = options.recompute == "yes"
     found = search(estimator, fixed=fixed, max_tensor_degree=source.max_tensor_degree)
     return describe(source, estimator, found, width=options.width), bool(found.best)
+
+
+def _usable(memory: float, reserve: float) -> float:
+    if reserve >= memory:
+        raise ConfigError(
+            f"Of {memory / _GIB:g} GiB on a GPU, --reserve {reserve / _GIB:g} leaves nothing. Give "
+            "a larger --memory or a smaller --reserve."
+        )
+    return memory - reserve
 
 
 def _source(options: argparse.Namespace) -> Source:
@@ -144,14 +155,19 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("machine").add_argument
     add("--device", choices=DEVICES, default="h100", help="takes its figures from the data sheet")
     add("--gpus-per-host", type=_count, default=8, metavar="N")
-    add("--memory", type=float, metavar="GIB", help="memory of a GPU")
-    add("--reserve", type=float, default=2.0, metavar="GIB",
+    add("--memory", type=_amount, metavar="GIB", help="memory of a GPU")
+    add("--reserve", type=_amount_or_none, default=2.0, metavar="GIB",
         help="of it for the CUDA context, NCCL and fragments (default: %(default)s)")  # fmt: skip
-    add("--tflops", type=float, help="peak of the precision, in tera operations per second")
-    add("--efficiency", type=float, metavar="SHARE", help="share of that peak that products attain")
-    add("--bandwidth", type=float, metavar="GB/S", help="of memory")
-    add("--link", type=float, metavar="GB/S", help="to a GPU of the same host")
-    add("--network", type=float, metavar="GB/S", help="to a GPU of another host")
+    add("--tflops", type=_amount, help="peak of the precision, in tera operations per second")
+    add(
+        "--efficiency",
+        type=_amount,
+        metavar="SHARE",
+        help="share of that peak that products attain",
+    )
+    add("--bandwidth", type=_amount, metavar="GB/S", help="of memory")
+    add("--link", type=_amount, metavar="GB/S", help="to a GPU of the same host")
+    add("--network", type=_amount, metavar="GB/S", help="to a GPU of another host")
 
 
 def _add_degrees(parser: argparse.ArgumentParser) -> None:
@@ -165,4 +181,18 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def _amount(text: str) -> float:
+    value = _amount_or_none(text)
+    if value == 0.0:
+        raise argparse.ArgumentTypeError("it must be more than 0")
+    return value
+
+
+def _amount_or_none(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no finite number from 0 on")
     return value

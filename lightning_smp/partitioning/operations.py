@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_smp.partitioning.device import Kernel, Kind
+from lightning_smp.partitioning.grouped import GROUPED, grouped_flops
 from lightning_smp.tensor_parallel.operations import COLLECTIVES, communicated_bytes
 
 __all__ = ["kernel_of", "nbytes", "storage_key", "tensors_in"]
@@ -54,7 +55,7 @@ def kernel_of(func: Any, args: Any, kwargs: Any, out: Any) -> Kernel | None:
     operands, results = tensors_in((args, kwargs)), tensors_in(out)
     if packet in _ATTENTION:
         return _attention(packet, args, kwargs, out, operands + results)
-    if packet in flop_registry:
+    if packet in flop_registry or packet is GROUPED:
         return _product(packet, args, kwargs, out, operands, results)
     if _is_free(func, operands, results):
         return None
@@ -112,9 +113,10 @@ def _product(
     is_16_bit = results[0].element_size() == 2
     touched = operands + results
     is_aligned = not is_16_bit or all(map(_is_aligned, touched))
+    count = grouped_flops if packet is GROUPED else flop_registry[packet]
     return Kernel(
         "product" if is_aligned else "unaligned",
-        flops=float(flop_registry[packet](*args, **kwargs, out_val=out)),
+        flops=float(count(*args, **kwargs, out_val=out)),
         moved=float(sum(map(nbytes, touched))),
         is_16_bit=is_16_bit,
     )

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_smp.partitioning.costs import Work
 from lightning_smp.partitioning.device import Kernel
+from lightning_smp.partitioning.grouped import GROUPED, grouped_result
 from lightning_smp.partitioning.operations import kernel_of, nbytes, storage_key, tensors_in
 
 __all__ = ["CostWatch"]
@@ -165,7 +166,8 @@ class CostWatch(TorchDispatchMode):
         if device is not None and torch.device(device).type not in ("cpu", "meta"):
             kwargs["device"] = torch.device("cpu")
             kwargs.pop("pin_memory", None)
-        out = func(*args, **kwargs)
+        is_grouped = func._overloadpacket is GROUPED
+        out = grouped_result(*args, **kwargs) if is_grouped else func(*args, **kwargs)
         if func.namespace != "prim":  # questions about tensors
             self._count(func, args, kwargs, out)
         return out

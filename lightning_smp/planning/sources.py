@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_smp.deferred import default_dtype
+from lightning_smp.deferred import default_dtype, deferring
 from lightning_smp.errors import ConfigError
 from lightning_smp.partitioning import Analysis, analyze, fake_batch, find_atoms, new_fake_mode
 from lightning_smp.partitioning.atoms import Atom, is_lightning_module
@@ -46,7 +46,7 @@ class Source:
 
     Attributes:
         name: For people.
-        root: The model, on the meta device.
+        root: The model, without memory.
         step: Called as ``step(copy, batch)``.
         batch: One microbatch of one sample.
         tokens: What a sample counts as, for the throughput.
@@ -120,8 +120,12 @@ def hugging_face_source(
     try:
         with torch.device("meta"):
             root = AutoModelForCausalLM.from_config(config, dtype=PRECISIONS[precision][0])
-    except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError(f"transformers cannot make a model of {what!r}: {error}") from error
+    except Exception as error:  # each model has checks of its own
+        reason = str(error).partition("\n")[0]  # the rest lists all models there are
+        raise ConfigError(
+            f"transformers cannot make a causal language model of {what!r}: {reason} Other models "
+            "are planned as a class: file.py:Class, with --input."
+        ) from error
     heads = [
         int(value)
         for key in ("num_attention_heads", "num_key_value_heads", "n_head")
@@ -162,7 +166,7 @@ def _hugging_face_config(what: str, overrides: Mapping[str, Any]) -> Any:
         kind = values.pop("model_type")
     else:
         kind, values = what, {}
-    if kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING), n=3)
         hint = f" Near: {', '.join(near)}." if near else ""
         raise ConfigError(
@@ -173,7 +177,10 @@ def _hugging_face_config(what: str, overrides: Mapping[str, Any]) -> Any:
     unknown = sorted(key for key in overrides if not hasattr(known, key))
     if unknown:
         raise ConfigError(f"A {kind!r} configuration has no {', '.join(map(repr, unknown))}.")
-    return CONFIG_MAPPING[kind].from_dict({**values, **overrides})
+    try:
+        return CONFIG_MAPPING[kind].from_dict({**values, **overrides})
+    except Exception as error:  # each configuration has checks of its own
+        raise ConfigError(f"{what!r} is no valid {kind!r} configuration: {error}") from error
 
 
 def class_source(
@@ -201,11 +208,8 @@ def class_source(
     make = _load(what)
     dtype, _ = PRECISIONS[precision]
     try:
-        with default_dtype(dtype), torch.device("meta"):
-            root = make(**arguments)
-            configure = getattr(root, "configure_model", None)
-            if callable(configure):
-                configure()
+        with default_dtype(dtype):
+            root = _without_memory(lambda: _made(make, arguments))
     except Exception as error:  # the user's code
         raise ConfigError(f"{what!r} cannot be made: {type(error).__name__}: {error}") from error
     if not isinstance(root, nn.Module):
@@ -220,6 +224,24 @@ def class_source(
         max_tensor_degree=None,
         precision=precision,
     )
+
+
+def _without_memory(make: Callable[[], Any]) -> Any:
+    """What ``make`` makes, on the meta device; or, where it asks for values, with deferred ones."""
+    try:
+        with torch.device("meta"):
+            return make()
+    except Exception:
+        with deferring():
+            return make()
+
+
+def _made(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    root = make(**arguments)
+    configure = getattr(root, "configure_model", None)
+    if callable(configure):
+        configure()
+    return root
 
 
 def _training_step(model: Any, batch: Any) -> Any:
@@ -237,8 +259,10 @@ def _load(what: str) -> Callable[..., Any]:
     try:
         module = _module_of_file(Path(place)) if place.endswith(".py") else _module(place)
         found: Callable[..., Any] = getattr(module, name)
-    except (ImportError, AttributeError, OSError) as error:
-        raise ConfigError(f"{what!r} cannot be imported: {error}.") from error
+    except Exception as error:  # the user's code
+        raise ConfigError(
+            f"{what!r} cannot be imported: {type(error).__name__}: {error}."
+        ) from error
     return found
 
 

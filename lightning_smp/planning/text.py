@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from lightning_smp.partitioning.report import report
@@ -29,8 +30,8 @@ def describe(source: Source, estimator: Estimator, found: Found, *, width: int =
     parts = [_head(source, estimator)]
     if estimator.analysis.reason is not None:
         parts.append(
-            f"Note: the step could not be analysed ({estimator.analysis.reason}); times come from "
-            "parameter counts and no activations are known."
+            f"Note: the step could not be analysed ({estimator.analysis.reason}). Neither times "
+            "nor activations are known; layouts are compared by parameter counts."
         )
     if not found.best:
         parts.append(_does_not_fit(estimator, found))
@@ -59,18 +60,19 @@ def _head(source: Source, estimator: Estimator) -> str:
 def _ranking(source: Source, estimator: Estimator, found: Found) -> str:
     head = ("pp", "tp", "dp", "virtual", "microbatches", "recompute", "step", "bubble", "memory")
     rows: list[tuple[str, ...]] = [(*head, f"{source.unit}/s")]
+    is_known = estimator.analysis.reason is None
     for one in found.best:
         layout = one.layout
-        rate = estimator.setup.batch_size * source.tokens / one.step_s
+        samples_s = estimator.setup.batch_size / one.step_s if one.step_s else math.inf
         rows.append(
             (
                 *map(str, (layout.pp, layout.tp, layout.dp, layout.virtual)),
                 f"{layout.microbatches} x {layout.microbatch_size}",
                 "yes" if layout.recompute else "no",
-                _seconds(one.step_s),
+                _seconds(one.step_s) if is_known else "?",
                 f"{one.bubble:.1%}",
-                _gib(one.peak),
-                f"{rate:,.0f}",
+                _gib(one.peak) if is_known else f"> {_gib(one.peak)}",
+                f"{samples_s * source.tokens:,.0f}" if is_known else "?",
             )
         )
     title = f"Best of {found.num_tried} layouts (predicted):"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,10 @@ _WORKER = "lightning_smp.verifying.worker"
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK",
                    "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")  # fmt: skip
 _TAIL = 3000
+_REASONS = (
+    r"^\[lightning_smp\] the first failure was (.*)",
+    r"^\[lightning_smp\] failure (.*)",
+)
 
 
 def verify(
@@ -98,9 +103,28 @@ def _run(command: list[str], what: str, timeout: float) -> None:
             f"{_tail(expired.stdout)}"
         ) from expired
     if done.returncode:
-        raise SMPError(f"{what} failed:\n{_tail(done.stdout)}")
+        output = _without_launcher(done.stdout)
+        raise SMPError(f"{what} failed:\n{_tail(output)}\n{what} failed: {_reason(output)}")
 
 
 def _tail(output: str | bytes | None) -> str:
     text = output.decode("utf-8", "replace") if isinstance(output, bytes) else output or ""
     return text[-_TAIL:]
+
+
+def _without_launcher(output: str) -> str:
+    """The output before torchrun's own account of a failure, which names no reason."""
+    found = re.search(r"^[WE]\d{4} .*torch/distributed/elastic", output, re.MULTILINE)
+    return output if found is None else output[: found.start()]
+
+
+def _reason(output: str) -> str:
+    """The failure that came first; of several errors others may follow from it."""
+    for pattern in _REASONS:
+        found = re.search(pattern, output, re.MULTILINE)
+        if found is not None:
+            return found.group(1)
+    errors: list[str] = re.findall(
+        r"^[\w.]*(?:Error|Exception|Interrupt)\b.*", output, re.MULTILINE
+    )
+    return errors[-1] if errors else "see its output above."

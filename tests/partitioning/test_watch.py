@@ -138,3 +138,29 @@ def test_a_view_keeps_its_whole_storage() -> None:
     root = nn.Sequential(Whole())
     work = run(root, lambda net, x: net(x).sum()).work["0"]
     assert work.saved_bytes == _ROWS + 3 * _ROWS
+
+
+class Experts(nn.Module):
+    """A matrix for each group of rows, as Hugging Face's mixtures of experts have."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 16, 24, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.arange(2, 10, 2, dtype=torch.int32)
+        return nn.functional.grouped_mm(x, self.weight, offs=ends)
+
+
+@pytest.mark.skipif(not hasattr(nn.functional, "grouped_mm"), reason="torch has no grouped_mm")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_groups_are_counted(dtype: torch.dtype) -> None:
+    root = nn.Sequential(Experts(dtype), nn.Linear(24, 3, dtype=dtype))
+    mode = new_fake_mode()
+    batch = fake_batch(torch.zeros(8, 16, dtype=dtype, requires_grad=True), mode)
+    found = analyze(root, lambda net: net(batch).sin().sum(), find_atoms(root), mode=mode)
+    assert found.reason is None
+    product = 2 * 8 * 16 * 24
+    work = found.work["0"]
+    assert sum(kernel.flops for kernel in work.forward) == product
+    assert sum(kernel.flops for kernel in work.backward) == 2 * product

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -195,11 +196,91 @@ def test_command_knows_model_types(capsys: pytest.CaptureFixture[str]) -> None:
         (["torch.nn:Linear", "--input", "float32:3"], "cannot be made: TypeError"),
         (["torch.nn:Linear", "--input", "3"], "must read [name=]type:sizes"),
         (["gpt2", "--pp", "7"], "No layout of 2 ranks"),
+        (["gpt2", "--set", "n_layer=two"], "no valid 'gpt2' configuration"),
+        (["gpt2", "--set", "n_embd=10", "--set", "n_head=3"], "cannot make a causal language"),
+        (["t5"], "planned as a class: file.py:Class"),
+        (["gpt2", "--memory", "1.5"], "Of 1.5 GiB on a GPU, --reserve 2 leaves nothing"),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--world-size", "2"]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--memory", "nan"], ["--efficiency", "0"], ["--bandwidth=-1"], ["--link=inf"]]
+)
+def test_impossible_machines(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["gpt2", "--world-size", "2", *arguments])
+    assert end.value.code == 2
+    assert f"argument {arguments[0].partition('=')[0]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", '{"model_type": ["gpt2"]}', "neither a file nor a model type"),
+        ("config.json", '{"model_type": "gpt2", "n_embd": "x"}', "no valid 'gpt2' configuration"),
+        ("broken.py", "class Net(:", "cannot be imported: SyntaxError"),
+        ("raising.py", "raise ValueError('mine')", "cannot be imported: ValueError: mine"),
+    ],
+)
+def test_bad_files(
+    name: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    model = f"{path}:Net" if name.endswith(".py") else str(path)
+    assert main([model, "--world-size", "2", "--input", "float32:3"]) == 2
+    assert message in capsys.readouterr().err
+
+
+ODD = """
+import torch
+from torch import nn
+
+class Rates(nn.Module):
+    "Asks for numbers while it is made."
+    def __init__(self):
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, 4)]
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in self.rates])
+
+    def forward(self, x):
+        for rate, layer in zip(self.rates, self.layers):
+            x = x + rate * layer(x)
+        return x.sum()
+
+class Nothing(nn.Module):
+    def forward(self, x):
+        return x
+
+class Asks(Rates):
+    def forward(self, x):
+        y = super().forward(x)
+        return y if y.item() > 0 else -y
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "rate"),
+    [
+        ("Rates", "layers.0", r"\d"),
+        ("Nothing", "One stage", "inf"),
+        ("Asks", "Neither times", r"\?"),
+    ],
+)
+def test_odd_classes(
+    name: str, expected: str, rate: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(ODD)
+    assert main([f"{path}:{name}", "--input", "float32:8", "--world-size", "2"]) == 0
+    text = capsys.readouterr().out
+    assert expected in text
+    best = text.split("samples/s\n")[1].splitlines()[0]
+    assert re.search(rf"{rate}$", best), best
 
 
 MODULE = """

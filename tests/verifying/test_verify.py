@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from lightning_smp.commands.verify import main
-from lightning_smp.errors import ConfigError
+from lightning_smp.errors import ConfigError, SMPError
 from lightning_smp.verifying import verify
 from lightning_smp.verifying.job import Job, find, path_of
+from lightning_smp.verifying.launch import _run
 from lightning_smp.verifying.probes import summary
 from lightning_smp.verifying.report import compare
 from lightning_smp.verifying.worker import train
@@ -130,3 +132,21 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_starts() -> None:
         verify(Network, batches, config={"pipeline_parallel_degree": 2}, world_size=3)
     with pytest.raises(ConfigError, match="at least one step"):
         verify(Network, batches, steps=0)
+
+
+def test_the_first_failure_is_told_last() -> None:
+    output = """[rank: 0] ...
+[lightning_smp] failure on rank 0 (stage 0): RuntimeError: Connection closed by peer
+[lightning_smp] the first failure was on rank 1 (stage 1): ValueError: mine
+W1130 09:50:34.467000 3376 torch/distributed/elastic/multiprocessing/api.py:1028] Sending ...
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+"""
+    for text, reason in (
+        (output, "on rank 1 (stage 1): ValueError: mine"),
+        ("Traceback\n  File 1\nKeyError: 'x'\n", "KeyError: 'x'"),
+    ):
+        command = [sys.executable, "-c", f"import sys; print({text!r}); sys.exit(1)"]
+        with pytest.raises(SMPError) as failure:
+            _run(command, "the run", timeout=30)
+        assert str(failure.value).endswith(f"\nthe run failed: {reason}")
+        assert "elastic" not in str(failure.value)
