@@ -208,7 +208,7 @@ class Deployment:
         self.runtime = Runtime(groups.pp_rank, groups.pp_size, self.device)
         self._ownership = install_units(self.module, partition, self.runtime, self._compiler())
         place_weights(self.module, self._ownership, self.runtime, list(optimizers))
-        file, limit = self.config.schedule_file, self.config.activation_limit_mb
+        file = self.config.schedule_file
         self.engine = PipelineEngine(
             self.runtime,
             self._channels(),
@@ -216,7 +216,7 @@ class Deployment:
             pipeline=self.config.pipeline,
             active_microbatches=self.config.active_microbatches,
             table=None if file is None else read_schedule(file),
-            activation_limit=None if limit is None else limit * 2**20,
+            activation_limit=self.config.activation_limit_mb,
             costs=self._unit_costs(partition),
         )
 

@@ -40,7 +40,7 @@ class PipelineEngine:
         pipeline: the kind of schedule.
         active_microbatches: most microbatches in flight on a rank, None for the default.
         table: the order of training steps, for pipeline "file".
-        activation_limit: most bytes of activations on a rank, None for any.
+        activation_limit: most MiB of activations on a rank, None for any.
         costs: by index of the unit, what its backward costs and keeps.
 
     Attributes:

@@ -20,6 +20,8 @@ __all__ = [
     "sent",
 ]
 
+_MIB = 2**20
+
 MessageKey = tuple[str, int, int]
 """Forward ("f") or gradient ("g"), the microbatch, the edge."""
 
@@ -70,7 +72,7 @@ def backward_order(program: Program) -> list[SegmentNode]:
 def segment_graph(
     program: Program, num_ranks: int, costs: Mapping[int, AtomCost] | None = None
 ) -> SegmentGraph:
-    """The program as the scheduler sees it.
+    """The program as the scheduler sees it; memory is in MiB, as in the key of the limit.
 
     Args:
         program: a complete program.
@@ -126,7 +128,7 @@ class _Sums:
         backward = forward * cost.backward_s / cost.forward_s
         self.backward += backward
         self.weight += max(0.0, backward - forward)
-        self.memory += cost.saved_bytes / max(1, cost.calls)
+        self.memory += cost.saved_bytes / max(1, cost.calls) / _MIB
 
     def segment(self, rank: int, has_backward: bool, sends_gradients: bool) -> Segment:
         """The segment of these units."""

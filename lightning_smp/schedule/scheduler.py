@@ -154,7 +154,7 @@ class _Choice:
             raise ScheduleError(
                 f"Every {pipeline!r} order of the {len(self.graphs)} microbatches keeps more "
                 f"activations alive than the limit of {self.bounds.memory:g}; the least found is "
-                f"{self.least:g}. Raise the limit to that, or make the microbatches smaller."
+                f"{self.least:.12g}. Raise the limit to that, or make the microbatches smaller."
             )
         return best
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
+
 from lightning_smp.engine.messages import (
     backward_order,
     forward_messages,
@@ -9,9 +13,10 @@ from lightning_smp.engine.messages import (
     segment_graph,
     sent,
 )
+from lightning_smp.errors import ScheduleError
 from lightning_smp.partitioning.costs import AtomCost
 from lightning_smp.program import Program
-from lightning_smp.schedule import Action
+from lightning_smp.schedule import Action, make_schedule
 from tests.test_program import edge, entry
 
 
@@ -64,10 +69,10 @@ def test_graph_knows_what_a_backward_costs_and_keeps() -> None:
     for index, program_entry in enumerate(program.entries):
         program_entry.cost = 2.0
         program_entry.key = (("unit", index, 0), *program_entry.key[1:])
-    cost = AtomCost(calls=2, forward_s=1.0, backward_s=1.5, saved_bytes=600)
+    cost = AtomCost(calls=2, forward_s=1.0, backward_s=1.5, saved_bytes=600 * 2**20)
     segments = segment_graph(program, 2, {0: cost, 1: cost}).segments
     assert [s.backward_cost for s in segments] == [3.0, 3.0, 4.0]
-    assert [s.memory for s in segments] == [300, 300, 0]
+    assert [s.memory for s in segments] == [300, 300, 0]  # MiB, as in activation_limit_mb
     # The first segment sends no gradient: all of its backward may wait.
     assert [s.weight_cost for s in segments] == [3.0, 1.0, 2.0]
 
@@ -77,3 +82,16 @@ def test_second_parts_send_nothing() -> None:
     first, second = (list(sent(Action(kind, 0, 1), [program])) for kind in ("I", "W"))
     assert [(node, key) for node, key, _ in first] == [((0, 0), ("g", 0, 0))]
     assert second == []
+
+
+def test_the_least_limit_that_is_named_is_enough() -> None:
+    program = u_program()
+    cost = AtomCost(calls=1, forward_s=1.0, backward_s=2.0, saved_bytes=1_234_567)
+    for index, program_entry in enumerate(program.entries):
+        program_entry.key = (("unit", index, 0), *program_entry.key[1:])
+    graphs = [segment_graph(program, 2, dict.fromkeys(range(9), cost))] * 3
+    with pytest.raises(ScheduleError, match=r"the least found is ([\d.]+)\. Raise") as error:
+        make_schedule(graphs, "interleaved", memory_limit=1e-3)
+    least = re.search(r"least found is ([\d.]+)\.", str(error.value))
+    assert least is not None
+    make_schedule(graphs, "interleaved", memory_limit=float(least[1]))
