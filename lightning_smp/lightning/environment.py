@@ -88,7 +88,6 @@ class Environment(StrategyState):
             )
         if self.is_global_zero:
             _show_log()
-        self._import_fabric("utilities.seed").reset_seed()
         self.set_world_ranks()
         if self._backend is None:
             self._backend = _default_backend(self.root_device, self.parallel_devices)

@@ -127,6 +127,14 @@ def seeded_shuffle(bench: Bench) -> Any:
     return _outcome(_train(bench, loader(shuffle=True), max_epochs=2))
 
 
+def seeded_long_before(bench: Bench) -> Any:
+    """What the program has drawn since (initial weights, say) counts, also in a second run."""
+    pl.seed_everything(3, verbose=False)
+    torch.nn.Linear(3, 3)
+    first = _outcome(_train(bench, loader(shuffle=True)))
+    return first, _outcome(_train(bench, loader(shuffle=True)))
+
+
 def augmented_here(bench: Bench) -> Any:
     pl.seed_everything(3, verbose=False)
     return _outcome(_train(bench, DataLoader(Augmented(), 4, shuffle=True), max_epochs=2))
@@ -186,6 +194,7 @@ LIKE_ONE_DEVICE = [
     smaller_than_microbatches,
     short_batch_dropped,
     seeded_shuffle,
+    seeded_long_before,
     augmented_here,
     augmented_in_seeded_workers,
 ]
