@@ -23,7 +23,7 @@ from lightning_smp.placed.functions import (
 )
 from lightning_smp.placed.run import MicrobatchRun
 from lightning_smp.placed.tensor import PlacedTensor
-from lightning_smp.program import EVERYWHERE
+from lightning_smp.program import EVERYWHERE, SegmentNode
 
 __all__ = ["OuterMode", "answer_outside", "outer_patches"]
 
@@ -97,7 +97,7 @@ class OuterMode(TorchFunctionMode):
         if func in _IDENTITY and type(args[0]) is PlacedTensor and len(args) == 1 and not kwargs:
             return args[0]
         if func is torch.autograd.grad:
-            _check_one_home(run, args, kwargs)
+            _check_one_segment(run, args, kwargs)
         return run.call(func, args, kwargs)
 
     def _call_plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,26 +163,35 @@ def _touches(items: Any, held: dict[int, Any]) -> bool:
     return False
 
 
-def _check_one_home(run: MicrobatchRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_one_segment(run: MicrobatchRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A rank's graph ends where a segment does: beyond it, gradients would be parts or missing."""
     from lightning_smp.placed.structure import iter_tensors
 
     tensors = list(iter_tensors((args, kwargs)))
-    homes = {t._value.home for t in tensors if type(t) is PlacedTensor}
+    nodes = {t._value.node for t in tensors if type(t) is PlacedTensor}
     if any(type(t) is T and t.requires_grad for t in tensors):
-        homes.update(_users_of_plain(run))  # with respect to what all ranks have
-    homes.discard(EVERYWHERE)
-    if len(homes) > 1:
+        nodes.update(_users_of_plain(run))  # with respect to what all ranks have
+    nodes = {node for node in nodes if node[0] != EVERYWHERE}
+    if len(nodes) > 1:
+        stages = sorted({stage for stage, _ in nodes})
+        where = f"of stages {stages}: it works within one stage only"
+        if len(stages) == 1:
+            where = f"of stage {stages[0]} that others depend on in between: it works only where "
+            where += "nothing leaves the stage"
         raise UnsupportedError(
-            f"torch.autograd.grad between tensors of stages {sorted(homes)}: it works within one "
-            "stage only. Move both ends into one submodule."
+            f"torch.autograd.grad between tensors {where}. Move both ends into one submodule."
         )
 
 
-def _users_of_plain(run: MicrobatchRun) -> Iterator[int]:
-    """The homes of the calls so far that took a tensor with a graph that all ranks have."""
-    for entry in run.entries[: run.position]:
+def _users_of_plain(run: MicrobatchRun) -> Iterator[SegmentNode]:
+    """The segments of the calls so far that took a tensor with a graph that all ranks have."""
+    calls = run.entries[: run.position]
+    segments = list(run.tracker.current)  # those now; backwards from here
+    for entry in reversed(calls):
         if _has_plain_graph(entry.key):
-            yield entry.home
+            yield entry.home, segments[entry.home] if entry.home != EVERYWHERE else 0
+        for rank in entry.new_segments:
+            segments[rank] -= 1
 
 
 def _has_plain_graph(key: Any) -> bool:

@@ -89,6 +89,22 @@ def grad_of_input(model: Any, x: Tensor, number: int) -> Tensor:
     return y.square().mean() + gradient.square().mean()
 
 
+def grad_around_a_stage(model: Any, x: Tensor, number: int) -> Tensor:
+    """Both ends on one stage, but half of the gradient comes by way of the other."""
+    h = model.b(model.a(x))
+    y = model.b(model.d(model.c(h))) + h
+    (gradient,) = torch.autograd.grad(y.sum(), h, create_graph=True)
+    return y.square().mean() + gradient.square().mean()
+
+
+def input_grad_around_a_stage(model: Any, x: Tensor, number: int) -> Tensor:
+    """The same with respect to what all ranks have."""
+    x = x.clone().requires_grad_()
+    y = model.b(model.d(model.c(model.b(model.a(x))))) + model.b(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.square().mean() + gradient.square().mean()
+
+
 def backward_in_step(model: Any, h: Tensor) -> None:
     model.c(h).sum().backward()
 
@@ -122,6 +138,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], str]] = {
     "number": (Chain, after(lambda m, h: h.storage_offset()), "storage_offset"),
     "grad across stages": (Chain, after(across_stages), "torch.autograd.grad between"),
     "grad of an input": (Chain, grad_of_input, "torch.autograd.grad between"),
+    "grad around a stage": (Chain, grad_around_a_stage, "that others depend on in between"),
+    "grad of an input around a stage": (
+        Chain, input_grad_around_a_stage, "that others depend on in between"
+    ),
     "backward": (Chain, after(backward_in_step), "automatic_optimization"),
     "strange result": (HiddenChain, chain_loss, "'b' returned a builtins.object"),
     "leaked by a closure": (Chain, leak_by_closure, "reached the step's code by a hook"),
