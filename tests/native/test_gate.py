@@ -68,13 +68,20 @@ def polls(request: pytest.FixtureRequest) -> bool:
 def test_bound_and_order(limit: int, polls: bool) -> None:
     rig = Rig(limit, polls=polls)
     bound = limit if limit > 0 else COUNT
+    begun: list[int] = []
 
-    with running(lambda: [rig.reduce(number) for number in range(COUNT)]):
+    def reduce_all() -> None:
+        for number in range(COUNT):
+            begun.append(number)
+            rig.reduce(number)
+
+    with running(reduce_all):
         for ended in range(COUNT + 1):
             reached = min(COUNT, ended + bound)
             until(lambda reached=reached: len(rig.inner.issued) == reached)  # type: ignore[misc]
-            if reached < COUNT and ended % 8 == 0:
-                time.sleep(0.02)  # the next one does not slip through
+            if reached < COUNT:
+                until(lambda reached=reached: len(begun) > reached)  # type: ignore[misc]
+                time.sleep(0.02)  # the next one waits, and does not slip through
             assert len(rig.inner.issued) == reached
             if ended < COUNT:
                 rig.inner.complete()
