@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_smp.errors import CommunicationError, ConfigError
-from lightning_smp.kept_groups import MESSAGES, KeptGroups
+from lightning_smp.kept_groups import MESSAGES, KeptGroups, default_group
 from lightning_smp.native.backend import SMP, bounded_backend, inner_of_smp
 from lightning_smp.topology import Axis, Topology
 
@@ -67,7 +67,7 @@ class Groups:
     bounded_backend: str
     timeout: timedelta
     kept: KeptGroups = field(repr=False, compare=False)
-    default: dist.ProcessGroup | None = field(repr=False, compare=False)
+    default: dist.ProcessGroup = field(repr=False, compare=False)
 
     @classmethod
     def build(
@@ -95,6 +95,8 @@ class Groups:
                 SMP_NCCL_THROTTLE_LIMIT is no limit.
         """
         _check_world(topology, rank)
+        default = default_group()
+        assert default is not None
         kept = KeptGroups() if kept is None else kept
         kept.begin()
         factory = _Factory(topology, rank, timeout, kept)
@@ -118,7 +120,7 @@ class Groups:
             mp_control=factory.group("mp", "gloo"),
             timeout=timeout,
             kept=kept,
-            default=dist.group.WORLD,
+            default=default,
         )
 
     def close(self) -> None:
@@ -132,7 +134,7 @@ class Groups:
     @property
     def is_alive(self) -> bool:
         """Whether the default process group is still the one in which the groups were made."""
-        return dist.is_initialized() and self.default is dist.group.WORLD
+        return self.default is default_group()
 
     def messages(self, axis: Literal["pp", "tp"]) -> dist.ProcessGroup:
         """The ranks of `pp` or `tp`, for what one sends to another over gloo.
@@ -231,7 +233,7 @@ class _Factory:
         self.timeout = timeout
         self.kept = kept
         self.known: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
-        world = dist.group.WORLD
+        world = default_group()
         self.known[tuple(range(topology.size)), dist.get_backend(world)] = world
 
     def group(self, axis: Axis, backend: str) -> dist.ProcessGroup:

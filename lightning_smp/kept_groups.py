@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning_smp.native.backend import SMP, SMP_GLOO, log_counters
 from lightning_smp.native.switches import throttle_limit
 
-__all__ = ["MESSAGES", "GroupKind", "KeptGroups"]
+__all__ = ["MESSAGES", "GroupKind", "KeptGroups", "default_group"]
 
 MESSAGES = "messages"
 """The purpose of groups for what one rank sends to another; they have no other operations."""
@@ -57,12 +57,12 @@ class KeptGroups:
     @property
     def is_current(self) -> bool:
         """Whether the groups are those of the present default process group."""
-        return self._world is not None and self._world is _default_group()
+        return self._world is not None and self._world is default_group()
 
     def begin(self) -> None:
         """Forgets groups of another default process group than the present one."""
         if not self.is_current:
-            self._world, self._made, self._options = _default_group(), {}, {}
+            self._world, self._made, self._options = default_group(), {}, {}
 
     def get(
         self, purpose: str, ranks: tuple[int, ...], backend: str, timeout: timedelta,
@@ -131,5 +131,6 @@ def _no_options() -> None:
     return None
 
 
-def _default_group() -> dist.ProcessGroup | None:
+def default_group() -> dist.ProcessGroup | None:
+    """The default process group; None while there is none."""
     return dist.group.WORLD if dist.is_initialized() else None

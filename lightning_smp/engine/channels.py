@@ -60,7 +60,6 @@ class Channels:
             from `make_directions`.
 
     Attributes:
-        group: as given.
         device: the run's device.
         is_direct: whether tensors of that device travel without the host, which does not wait.
         ahead: by how many actions receives are posted earlier than they must, at least.
@@ -75,7 +74,6 @@ class Channels:
         directions: Directions | None = None,
     ) -> None:
         here = ranks.index(dist.get_rank())
-        self.group = group
         self.device = device
         self.is_direct = directions is not None
         self._outward: _Ways = {}

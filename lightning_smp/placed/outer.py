@@ -185,11 +185,10 @@ def _check_one_segment(run: MicrobatchRun, args: tuple[Any, ...], kwargs: dict[s
 
 def _users_of_plain(run: MicrobatchRun) -> Iterator[SegmentNode]:
     """The segments of the calls so far that took a tensor with a graph that all ranks have."""
-    calls = run.entries[: run.position]
     segments = list(run.tracker.current)  # those now; backwards from here
-    for entry in reversed(calls):
-        if _has_plain_graph(entry.key):
-            yield entry.home, segments[entry.home] if entry.home != EVERYWHERE else 0
+    for entry in reversed(run.entries[: run.position]):
+        if entry.home != EVERYWHERE and _has_plain_graph(entry.key):
+            yield entry.home, segments[entry.home]
         for rank in entry.new_segments:
             segments[rank] -= 1
 

@@ -27,9 +27,11 @@ __all__ = [
     "Bench",
     "GradientWatcher",
     "Layout",
+    "ManualWithCritic",
     "Model",
     "Results",
     "Scenario",
+    "Twice",
     "assert_close",
     "loader",
     "points",
@@ -241,6 +243,56 @@ class Model(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+class ManualWithCritic(Model):
+    """For manual optimization: a second small part, and an optimizer for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Linear(3, 1)
+        with torch.no_grad():
+            for parameter in self.critic.parameters():
+                parameter.fill_(0.1)
+
+    def both_optimizers(self) -> list[torch.optim.Optimizer]:
+        """That of the model, and that of the critic."""
+        body = [*self.first.parameters(), *self.second.parameters(), *self.head.parameters()]
+        return [
+            torch.optim.SGD(body, lr=0.1, momentum=0.9),
+            torch.optim.Adam(self.critic.parameters(), lr=0.05),
+        ]
+
+
+class Twice(torch.optim.SGD):
+    """Runs the closure at two places, and steps with the second gradients.
+
+    Args:
+        parameters: to step.
+        lr: of the step.
+        ascent: by how much of the first gradients the second place is away.
+    """
+
+    def __init__(self, parameters: Any, lr: float, *, ascent: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.ascent = ascent
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        moved = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        changes = [self.ascent * p.grad for p in moved]
+        with torch.no_grad():
+            for parameter, change in zip(moved, changes, strict=True):
+                parameter.add_(change)
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            for parameter, change in zip(moved, changes, strict=True):
+                parameter.sub_(change)
+        super().step()
+        return loss
+
 
 
 class GradientWatcher(Model):

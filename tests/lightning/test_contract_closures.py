@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.lightning.contract import Bench, Layout, Model, Results, weights
+from tests.lightning.contract import Bench, Layout, ManualWithCritic, Model, Results, Twice, weights
 
 pytestmark = pytest.mark.timeout(300)  # the ranks of all scenarios start in one test
 
@@ -40,41 +40,13 @@ class Closes(Model):
         self.norms.append(float(nn.utils.get_total_norm(gradients)))
 
 
-class Twice(torch.optim.SGD):
-    """Runs the closure at two places, and steps with the second gradients."""
-
-    def step(self, closure: Any = None) -> Any:
-        with torch.enable_grad():
-            loss = closure()
-        moved = [p for p in self.param_groups[0]["params"] if p.grad is not None]
-        changes = [0.3 * p.grad for p in moved]
-        with torch.no_grad():
-            for parameter, change in zip(moved, changes, strict=True):
-                parameter.add_(change)
-        with torch.enable_grad():
-            closure()
-        with torch.no_grad():
-            for parameter, change in zip(moved, changes, strict=True):
-                parameter.sub_(change)
-        super().step()
-        return loss
-
-
 class ClosesTwice(Closes):
     def configure_optimizers(self) -> Any:
-        return Twice(self.parameters(), lr=self.lr)
+        return Twice(self.parameters(), lr=self.lr, ascent=0.3)
 
 
-class ClosesInTurn(Model):
+class ClosesInTurn(ManualWithCritic):
     """Two optimizers with closures that accumulate, as Lightning's own documentation shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.critic = nn.Linear(3, 1)
-        with torch.no_grad():
-            for parameter in self.critic.parameters():
-                parameter.fill_(0.1)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         one, two = self.optimizers()
@@ -97,11 +69,7 @@ class ClosesInTurn(Model):
             two.step(close_two)
 
     def configure_optimizers(self) -> Any:
-        body = [*self.first.parameters(), *self.second.parameters(), *self.head.parameters()]
-        return [
-            torch.optim.SGD(body, lr=0.1, momentum=0.9),
-            torch.optim.Adam(self.critic.parameters(), lr=0.05),
-        ]
+        return self.both_optimizers()
 
 
 def _train(bench: Bench, model: Any) -> Any:

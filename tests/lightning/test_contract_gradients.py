@@ -19,6 +19,7 @@ from tests.lightning.contract import (
     Layout,
     Model,
     Results,
+    Twice,
     assert_close,
     weights,
 )
@@ -78,28 +79,9 @@ class HasOwnOptimizer(Watched):
         return ZeroesHalf(self.parameters(), lr=self.lr)
 
 
-class Twice(torch.optim.SGD):
-    """Runs the closure at two places, and steps with the second gradients."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = closure()
-        moved = [p for p in self.param_groups[0]["params"] if p.grad is not None]
-        changes = [0.01 * p.grad for p in moved]
-        with torch.no_grad():
-            for parameter, change in zip(moved, changes, strict=True):
-                parameter.add_(change)
-        with torch.enable_grad():
-            closure()
-        with torch.no_grad():
-            for parameter, change in zip(moved, changes, strict=True):
-                parameter.sub_(change)
-        super().step()
-        return loss
-
-
 class StepsTwice(Watched):
     def configure_optimizers(self) -> Any:
-        return Twice(self.parameters(), lr=self.lr)
+        return Twice(self.parameters(), lr=self.lr, ascent=0.01)
 
 
 class TrainsHead(Watched):

@@ -14,6 +14,7 @@ from tests.lightning.contract import (
     Bench,
     GradientWatcher,
     Layout,
+    ManualWithCritic,
     Model,
     Results,
     assert_close,
@@ -138,16 +139,8 @@ class ClipsOuter(ClipsItself):
         return super().forward(x) * self.scale
 
 
-class Manual(Model):
+class Manual(ManualWithCritic):
     """Manual optimization: two optimizers, toggles, a clip, a scheduler stepped by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.critic = nn.Linear(3, 1)
-        with torch.no_grad():
-            for parameter in self.critic.parameters():
-                parameter.fill_(0.1)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         one, two = self.optimizers()
@@ -172,9 +165,7 @@ class Manual(Model):
             self.lr_schedulers().step()
 
     def configure_optimizers(self) -> Any:
-        body = [*self.first.parameters(), *self.second.parameters(), *self.head.parameters()]
-        one = torch.optim.SGD(body, lr=0.1, momentum=0.9)
-        two = torch.optim.Adam(self.critic.parameters(), lr=0.05)
+        one, two = self.both_optimizers()
         return [one, two], [torch.optim.lr_scheduler.ExponentialLR(one, 0.5)]
 
 
